@@ -1,0 +1,34 @@
+# Sourced by the other scripts: one place for how an environment is made.
+# shellcheck shell=bash
+
+# make_venv DIR: a virtual environment, kept when it already works.
+# PYTHON names the interpreter it is made from.
+make_venv() {
+  local base=${PYTHON:-python3}
+  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    { echo "flashkda needs Python 3.10 or newer; set PYTHON to one (this is $("$base" -V 2>&1))" >&2; return 1; }
+  "$1/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear "$1"
+}
+
+# torch_version PYTHON: the installed version, nothing when there is none.
+torch_version() {
+  "$1" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true
+}
+
+# ensure_torch PYTHON: a torch that the package accepts is left alone. Otherwise one fixed version,
+# since the newest is another one every month; TORCH asks for a different one. numpy only keeps torch
+# from warning at every start that it is missing.
+ensure_torch() {
+  local have
+  have=$(torch_version "$1")
+  if [ -n "${TORCH:-}" ] ||
+    ! "$1" -c 'import sys; sys.exit(tuple(map(int, sys.argv[1].split(".")[:2])) < (2, 9))' "${have:-0.0}"; then
+    "$1" -m pip install --quiet "torch==${TORCH:-2.13.0}" numpy
+  fi
+  echo "torch $(torch_version "$1")"
+}
+
+# ensure_build_tools PYTHON: what an isolated build would download, installed once instead.
+ensure_build_tools() {
+  "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11'
+}

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Everything that needs no GPU: build, install, lint, types, tests with coverage.
+# Arguments go to pytest: bash ci/test.sh -k decode (a part of the tests can miss the coverage limit).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/env.sh
+
+root=$PWD
+venv=$root/.venv-test
+make_venv "$venv"
+ensure_torch "$venv/bin/python"
+ensure_build_tools "$venv/bin/python"
+bash ci/build_wheel.sh "$venv/bin/python"
+
+wheel=$(echo dist/*.whl)
+before=$(torch_version "$venv/bin/python")
+"$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
+# Again with its dependencies and extras: pip must find the torch that is there good enough.
+"$venv/bin/python" -m pip install --quiet "${wheel}[lint,test]"
+"$venv/bin/python" -m pip check
+[ "$(torch_version "$venv/bin/python")" = "$before" ] || { echo "installing the wheel replaced torch $before" >&2; exit 1; }
+
+PATH=$venv/bin:$PATH bash ci/lint.sh
+
+# From a folder outside the root: inside it, ./flashkda would shadow the installed package.
+outside=$(mktemp -d)
+trap 'rm -rf "$outside"' EXIT
+cd "$outside"
+unset PYTHONPATH
+"$venv/bin/python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
+  -m "not gpu" --timeout 600 --durations 10 --cov flashkda --cov-config "$root/pyproject.toml" "$root/tests" "$@"

@@ -1,0 +1,26 @@
+"""Kimi Delta Attention: prefill, decode and training on any device.
+
+See :func:`chunk_kda` for the equations; ``python -m flashkda doctor`` says what runs here.
+"""
+
+from importlib.metadata import PackageNotFoundError as _NotInstalled
+from importlib.metadata import version as _version
+
+from ._backend import Backend, backend
+from .ops import chunk_kda, explain, fused_recurrent_kda, fwd, get_workspace_size
+
+try:
+    __version__ = _version("flashkda")
+except _NotInstalled:  # a source tree on the path: it imports all the same
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Backend",
+    "__version__",
+    "backend",
+    "chunk_kda",
+    "explain",
+    "fused_recurrent_kda",
+    "fwd",
+    "get_workspace_size",
+]

@@ -1,0 +1,106 @@
+"""Which implementation serves a device, and why not the other."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+
+
+class Backend(NamedTuple):
+    """An implementation and a sentence that says why it, and not the other, is used."""
+
+    name: str
+    """``"cuda"`` (the native kernels) or ``"torch"`` (the PyTorch path)."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+BACKENDS = ("torch", "cuda")
+
+_NO_LIBRARY = (
+    "this build of flashkda holds no CUDA kernels, so the PyTorch path serves every device"
+)
+
+
+def backend(device: torch.device | str | int | None = None) -> Backend:
+    """Says which implementation serves a device.
+
+    Args:
+        device: a device, its name or a CUDA index. Default: the current CUDA device where there is
+            one, else the CPU.
+
+    Returns:
+        The name (``"torch"`` or ``"cuda"``) and the reason, a sentence. Never raises for a device
+        that is merely absent or too old: that is a reason.
+
+    Raises:
+        TypeError: ``device`` is none of the accepted kinds.
+        ValueError: ``device`` is a string that names no device type.
+
+    Example:
+        >>> import flashkda
+        >>> flashkda.backend("cpu").name
+        'torch'
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise TypeError(
+            f"device: expected a torch.device, a string or an int, got {type(device).__name__}"
+        )
+    if not isinstance(device, torch.device):
+        try:
+            named = ("cuda", device) if isinstance(device, int) else (device,)
+            device = torch.device(*named)
+        except RuntimeError as error:
+            raise ValueError(f"device: expected the name of a device, got {device!r}") from error
+    return _probe(device.type)
+
+
+def _probe(device_type: str) -> Backend:
+    if device_type == "cuda":
+        return Backend("torch", _NO_LIBRARY)
+    return Backend("torch", f"the CUDA kernels do not serve {device_type} tensors")
+
+
+def select(device: torch.device, forced: str | None) -> Backend:
+    """The implementation for one call.
+
+    Raises:
+        TypeError: ``forced`` is no string.
+        ValueError: ``forced`` is no backend.
+        RuntimeError: ``forced`` is ``"cuda"`` and it can't serve the call.
+    """
+    if forced is not None and not isinstance(forced, str):
+        raise TypeError(
+            f"backend: expected a string or None, got a value of type {type(forced).__name__}"
+        )
+    if forced is not None and forced not in BACKENDS:
+        raise ValueError(f"backend: expected 'torch', 'cuda' or None, got {forced!r}")
+    if forced == "torch":
+        return Backend("torch", "the call asks for it")
+    chosen = _probe(device.type)
+    if forced == "cuda" and chosen.name != "cuda":
+        raise RuntimeError(f"backend: 'cuda' can't serve this call: {chosen.reason}")
+    return chosen
+
+
+_warned: set[str] = set()
+
+
+def warn_of_fallback(chosen: Backend, device: torch.device, forced: str | None) -> None:
+    """Warns, once for each reason, when CUDA tensors take the PyTorch path unasked."""
+    if device.type != "cuda" or chosen.name != "torch" or forced is not None:
+        return
+    if chosen.reason not in _warned:
+        _warned.add(chosen.reason)
+        warnings.warn(
+            f"flashkda runs its slower PyTorch path on CUDA tensors: {chosen.reason}. "
+            "Pass backend='torch' to ask for it without this warning.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,298 @@
+"""The operators ``torch.ops.flashkda.*``: schemas, the PyTorch path for them, autograd.
+
+One operator is opaque to ``torch.compile`` and ``torch.export``. ``chunk`` is functional and
+differentiable; ``chunk_out`` and ``recurrent_out`` write into tensors of the caller and are not.
+Schemas are defined here, so that they exist whatever the build holds; the PyTorch path is their
+implementation for every device, and a native library attaches its own for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _torch, _torch_recurrent
+from ._torch_plan import sequences_of
+
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
+_OPTIONS = (
+    "float scale, float? lower_bound, bool gate_in_kernel, bool l2norm, bool beta_sigmoid, "
+    "bool neg_eigval, bool state_v_first"
+)
+
+_library = torch.library.Library("flashkda", "DEF")
+_library.define(
+    f"chunk({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, bool output_final_state, "
+    f"{_OPTIONS}) -> (Tensor, Tensor)"
+)
+_library.define(
+    f"chunk_backward({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, Tensor grad_out, "
+    f"Tensor? grad_final_state, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    f"chunk_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) out, "
+    f"Tensor(b!)? final_state, {_OPTIONS}) -> ()"
+)
+_library.define(
+    f"recurrent_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
+    "Tensor? ssm_state_indices, Tensor? num_accepted_tokens, int? pad_slot_id, bool in_place, "
+    f"Tensor(a!) out, Tensor(b!)? final_state, {_OPTIONS}) -> ()"
+)
+
+
+def num_sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def empty_final_state(
+    q: Tensor, v: Tensor, initial_state: Tensor | None, num_states: int, state_v_first: bool
+) -> Tensor:
+    """``[N, HV, K, V]`` or ``[N, HV, V, K]`` in the dtype that a final state has."""
+    if initial_state is not None:
+        dtype = initial_state.dtype
+    else:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    return v.new_empty((num_states, v.shape[2], *dims), dtype=dtype)
+
+
+def new_out(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Zeros where rows past the last sequence may be part of the result."""
+    if cu_seqlens is None:
+        return torch.empty_like(v, memory_format=torch.contiguous_format)
+    return torch.zeros_like(v, memory_format=torch.contiguous_format)
+
+
+# --- implementations: the PyTorch path -----------------------------------------------------------
+
+
+def _write_rows(out: Tensor, write: Callable[[Tensor], None]) -> None:
+    """Calls ``write`` with ``out`` as ``[B * T, HV, V]``, a copy if no view has that shape."""
+    rows = out.flatten(0, 1)
+    write(rows)
+    if out.numel() and rows.data_ptr() != out.data_ptr():
+        out.copy_(rows.view_as(out))
+
+
+def _chunk_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    final_state: Tensor | None,
+    *options: Any,
+) -> None:
+    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*options))
+    sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
+    _write_rows(
+        out, lambda rows: _torch.forward(inputs, sequences, initial_state, rows, final_state)
+    )
+
+
+def _chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    num_states = num_sequences(q, cu_seqlens) if output_final_state else 0
+    final_state = empty_final_state(
+        q, v, initial_state, num_states, _torch.Options(*options).state_v_first
+    )
+    out = new_out(v, cu_seqlens)
+    _chunk_out(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out,
+        final_state if output_final_state else None, *options,
+    )  # fmt: skip
+    return out, final_state
+
+
+def _chunk_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    grad_out: Tensor,
+    grad_final_state: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*options))
+    sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
+    results = _empty_gradients(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    grad_q, grad_k, grad_v, grad_g, grad_beta = (x.zero_().flatten(0, 1) for x in results[:5])
+    # Sums over all tokens: accumulated in the working precision, rounded once.
+    sums = [
+        torch.zeros(x.shape, dtype=inputs.dtype, device=x.device) if x.numel() else None
+        for x in results[5:7]
+    ]
+    _torch.backward(
+        inputs,
+        sequences,
+        initial_state,
+        grad_out.flatten(0, 1),
+        grad_final_state,
+        _torch.Gradients(
+            grad_q,
+            grad_k,
+            grad_v,
+            grad_g,
+            grad_beta,
+            sums[0],
+            None if sums[1] is None else sums[1].view(v.shape[2], q.shape[3]),
+            None if initial_state is None else results[7],
+        ),
+    )
+    for result, total in zip(results[5:7], sums, strict=True):
+        if total is not None:
+            result.copy_(total)
+    return results
+
+
+def _empty_gradients(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """One per tensor; of no elements where there is no tensor."""
+    like = next(x for x in tensors if x is not None)
+    return tuple(
+        like.new_empty(0)
+        if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in tensors
+    )
+
+
+def _recurrent_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    pad_slot_id: int | None,
+    in_place: bool,
+    out: Tensor,
+    final_state: Tensor | None,
+    *options: Any,
+) -> None:
+    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*options))
+    sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
+    state_in = final_state if in_place else initial_state
+    slots = None
+    if ssm_state_indices is not None:
+        assert state_in is not None
+        slots = _torch_recurrent.slots_of(
+            ssm_state_indices, num_accepted_tokens, pad_slot_id, state_in.shape[0], sequences
+        )
+    _write_rows(
+        out,
+        lambda rows: _torch_recurrent.forward(
+            inputs, sequences, state_in, slots, rows, final_state
+        ),
+    )
+
+
+# --- shapes without data -------------------------------------------------------------------------
+
+
+def _chunk_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
+    dt_bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    output_final_state: bool, *options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    num_states = num_sequences(q, cu_seqlens) if output_final_state else 0
+    state_v_first = _torch.Options(*options).state_v_first
+    return new_out(v, cu_seqlens), empty_final_state(q, v, initial_state, num_states, state_v_first)
+
+
+def _chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _empty_gradients(*args[:8])
+
+
+def _writes_only(*args: Any) -> None:
+    """Fake of an operator that only writes into its arguments."""
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, output_final_state = inputs[:10]
+    ctx.save_for_backward(*tensors)
+    ctx.output_final_state = output_final_state
+    ctx.options = inputs[10:]
+
+
+def _autograd_backward(ctx: Any, grad_out: Tensor, grad_final_state: Tensor) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    grads = torch.ops.flashkda.chunk_backward(
+        *tensors, grad_out, grad_final_state if ctx.output_final_state else None, *ctx.options
+    )
+    given = [
+        grad if needed and tensor is not None else None
+        for tensor, grad, needed in zip(tensors, grads, ctx.needs_input_grad, strict=False)
+    ]
+    return (*given, None, None, *(None for _ in ctx.options))  # cu_seqlens, output_final_state
+
+
+def _twice(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    raise NotImplementedError("chunk_kda: it can be differentiated once, not twice")
+
+
+def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps autograd and autocast, which end at the operator, out of its implementation."""
+
+    @wraps(implementation)
+    def run(q: Tensor, *args: Any) -> Any:
+        device_type = q.device.type
+        if not torch.amp.is_autocast_available(device_type):
+            with torch.no_grad():
+                return implementation(q, *args)
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            return implementation(q, *args)
+
+    return run
+
+
+def _register() -> None:
+    implementations = {
+        "chunk": (_chunk, _chunk_fake),
+        "chunk_backward": (_chunk_backward, _chunk_backward_fake),
+        "chunk_out": (_chunk_out, _writes_only),
+        "recurrent_out": (_recurrent_out, _writes_only),
+    }
+    for name, (implementation, fake) in implementations.items():
+        _library.impl(name, _isolated(implementation), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flashkda::{name}", fake, lib=_library)
+    torch.library.register_autograd(
+        "flashkda::chunk", _autograd_backward, setup_context=_setup_context, lib=_library
+    )
+    torch.library.register_autograd("flashkda::chunk_backward", _twice, lib=_library)
+
+
+_register()

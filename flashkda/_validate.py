@@ -1,0 +1,352 @@
+"""One contract for the arguments of every function and backend.
+
+Each error names the argument, what was expected and what came. Checks look at metadata only
+(shapes, dtypes, devices, strides, flags), never at values on a device, and a call whose metadata
+passed before is not checked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+STATE_DTYPES = (torch.bfloat16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+# The gate needs at least this much in one token to count as bounded: e^-5 forgets 99.3 %.
+LOWEST_BOUND = -5.0
+
+_MAX_REMEMBERED = 4096
+_remembered: set[Any] = set()
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _describe(x: Any) -> str:
+    return f"a value of type {type(x).__name__}" if not isinstance(x, str) else repr(x)
+
+
+def require_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(x)}")
+
+
+def require_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> None:
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {letters} = {list(shape)}, got {list(x.shape)}")
+
+
+def require_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {_names(dtypes)}, got {_names((x.dtype,))}")
+
+
+def require_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device} like q, got one on {x.device}")
+
+
+def require_bool(name: str, x: Any) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: expected a bool, got {_describe(x)}")
+
+
+def require_writable(name: str, x: Tensor) -> None:
+    """A tensor that is written in place."""
+    if x.requires_grad:
+        raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(
+            f"{name}: expected elements that do not overlap, got strides {list(x.stride())}"
+        )
+
+
+def require_number(name: str, x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{name}: expected a float, got {_describe(x)}")
+    return float(x)
+
+
+def resolve_scale(scale: Any, key_dim: int) -> float:
+    if scale is None:
+        return float(key_dim**-0.5)
+    number = require_number("scale", scale)
+    if not math.isfinite(number):
+        raise ValueError(f"scale: expected a finite number, got {number}")
+    return number
+
+
+def resolve_lower_bound(lower_bound: Any) -> float | None:
+    if lower_bound is None:
+        return None
+    number = require_number("lower_bound", lower_bound)
+    if not LOWEST_BOUND <= number < 0:
+        raise ValueError(f"lower_bound: expected a value in [{LOWEST_BOUND:g}, 0), got {number}")
+    return number
+
+
+def resolve_state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """Folds the deprecated spelling in; the caller warns."""
+    require_bool("state_v_first", state_v_first)
+    if transpose_state_layout is None:
+        return state_v_first
+    require_bool("transpose_state_layout", transpose_state_layout)
+    if state_v_first:
+        raise ValueError(
+            "transpose_state_layout: expected None together with state_v_first, whose deprecated "
+            "name it is, got both"
+        )
+    return transpose_state_layout
+
+
+def once_per_metadata(check: Callable[..., None]) -> Callable[..., None]:
+    """Skips a check whose arguments had the same metadata in an earlier call that passed."""
+
+    def checked(**arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            check(**arguments)
+            return
+        key = (check, *(_metadata(x) for x in arguments.values()))
+        if key in _remembered:
+            return
+        check(**arguments)
+        if len(_remembered) >= _MAX_REMEMBERED:
+            _remembered.clear()
+        _remembered.add(key)
+
+    return checked
+
+
+def _metadata(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device, x.stride(), x.requires_grad
+    return type(x), repr(x)
+
+
+def check_inputs(
+    *,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any,
+    dt_bias: Any,
+    cu_seqlens: Any,
+    use_gate_in_kernel: Any,
+    use_qk_l2norm_in_kernel: Any,
+    use_beta_sigmoid_in_kernel: Any,
+    allow_neg_eigval: Any,
+    lower_bound: float | None,
+) -> None:
+    """What all functions have in common."""
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    for name, x in inputs.items():
+        require_tensor(name, x)
+    if q.dim() != 4:
+        raise ValueError(f"q: expected shape [B, T, H, K], got {list(q.shape)}")
+    if v.dim() != 4:
+        raise ValueError(f"v: expected shape [B, T, HV, V], got {list(v.shape)}")
+    batch, tokens, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    require_shape("k", k, "[B, T, H, K]", q.shape)
+    require_shape("v", v, "[B, T, HV, V]", (batch, tokens, value_heads, value_dim))
+    if heads < 1 or value_heads < 1 or value_heads % heads != 0:
+        raise ValueError(
+            f"v: expected a number of value heads that is a multiple of q's {heads} heads, got "
+            f"{value_heads}"
+        )
+    for name, letter, size in (("q", "K", key_dim), ("v", "V", value_dim)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: expected a head dimension {letter} of 1 to {MAX_HEAD_DIM}, got {size}"
+            )
+    require_shape("g", g, "[B, T, HV, K]", (batch, tokens, value_heads, key_dim))
+    require_shape("beta", beta, "[B, T, HV]", (batch, tokens, value_heads))
+
+    require_dtype("q", q, INPUT_DTYPES)
+    for name in ("k", "v"):
+        require_dtype(name, inputs[name], (q.dtype,))
+    # Gates may have a dtype of their own; float64 is all or nothing.
+    double = q.dtype == torch.float64
+    for name in ("g", "beta"):
+        require_dtype(name, inputs[name], (torch.float64,) if double else INPUT_DTYPES[:3])
+    for name in ("k", "v", "g", "beta"):
+        require_device(name, inputs[name], q.device)
+
+    for name, flag in (
+        ("use_gate_in_kernel", use_gate_in_kernel),
+        ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        ("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
+        ("allow_neg_eigval", allow_neg_eigval),
+    ):
+        require_bool(name, flag)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it (it doubles the "
+            "sigmoid), got use_beta_sigmoid_in_kernel=False"
+        )
+    _check_gate(A_log, dt_bias, use_gate_in_kernel, lower_bound, q.device, value_heads, key_dim)
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, q)
+
+
+def _check_gate(
+    A_log: Any,
+    dt_bias: Any,
+    use_gate_in_kernel: bool,
+    lower_bound: float | None,
+    device: torch.device,
+    value_heads: int,
+    key_dim: int,
+) -> None:
+    if not use_gate_in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                raise ValueError(
+                    f"{name}: expected None when use_gate_in_kernel is False (g is then the log "
+                    "decay itself), got a value"
+                )
+        return
+    if A_log is None:
+        if lower_bound is None:
+            raise ValueError(
+                "A_log: expected a tensor of shape [HV] for the softplus gate (lower_bound is not "
+                "given), got None"
+            )
+    else:
+        require_tensor("A_log", A_log)
+        require_shape("A_log", A_log, "[HV]", (value_heads,))
+        require_dtype("A_log", A_log, INPUT_DTYPES)
+        require_device("A_log", A_log, device)
+    if dt_bias is not None:
+        require_tensor("dt_bias", dt_bias)
+        if dt_bias.dim() == 1:
+            require_shape("dt_bias", dt_bias, "[HV * K]", (value_heads * key_dim,))
+        else:
+            require_shape("dt_bias", dt_bias, "[HV, K]", (value_heads, key_dim))
+        require_dtype("dt_bias", dt_bias, INPUT_DTYPES)
+        require_device("dt_bias", dt_bias, device)
+
+
+def _check_cu_seqlens(cu_seqlens: Any, q: Tensor) -> None:
+    require_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(cu_seqlens.shape)}")
+    require_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES)
+    require_device("cu_seqlens", cu_seqlens, q.device)
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"q: expected a batch of 1 when cu_seqlens is given (sequences are packed along T), "
+            f"got {q.shape[0]}"
+        )
+
+
+def check_cu_seqlens_cpu(cu_seqlens_cpu: Any, cu_seqlens: Tensor | None) -> None:
+    """The host copy: same count; same values where both can be seen."""
+    if cu_seqlens_cpu is None:
+        return
+    require_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens_cpu: expected cu_seqlens with it, got None")
+    require_dtype("cu_seqlens_cpu", cu_seqlens_cpu, INDEX_DTYPES)
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(
+            f"cu_seqlens_cpu: expected a tensor on the CPU, got one on {cu_seqlens_cpu.device}"
+        )
+    require_shape("cu_seqlens_cpu", cu_seqlens_cpu, "[N + 1]", tuple(cu_seqlens.shape))
+    both_on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if both_on_host and cu_seqlens_cpu.tolist() != cu_seqlens.tolist():
+        raise ValueError(
+            f"cu_seqlens_cpu: expected the values of cu_seqlens, {cu_seqlens.tolist()}, got "
+            f"{cu_seqlens_cpu.tolist()}"
+        )
+
+
+def check_states(
+    name: str,
+    state: Any,
+    *,
+    q: Tensor,
+    v: Tensor,
+    num_states: int | None,
+    state_v_first: bool,
+    written: bool = False,
+) -> None:
+    """A state tensor ``[N, HV, K, V]`` or ``[N, HV, V, K]``; any N when ``num_states`` is None."""
+    if state is None:
+        return
+    require_tensor(name, state)
+    dims = ("V", "K") if state_v_first else ("K", "V")
+    sizes = {"K": q.shape[3], "V": v.shape[3]}
+    first = "slots" if num_states is None else "N"
+    if num_states is None:
+        num_states = state.shape[0] if state.dim() == 4 else 0
+    require_shape(
+        name,
+        state,
+        f"[{first}, HV, {dims[0]}, {dims[1]}]",
+        (num_states, v.shape[2], sizes[dims[0]], sizes[dims[1]]),
+    )
+    require_dtype(name, state, (torch.float64,) if q.dtype == torch.float64 else STATE_DTYPES)
+    require_device(name, state, q.device)
+    if written:
+        require_writable(name, state)
+
+
+def check_out(out: Any, v: Tensor) -> None:
+    if out is None:
+        return
+    require_tensor("out", out)
+    require_shape("out", out, "[B, T, HV, V]", v.shape)
+    require_dtype("out", out, (v.dtype,))
+    require_device("out", out, v.device)
+    require_writable("out", out)
+
+
+def check_slots(
+    ssm_state_indices: Any, num_accepted_tokens: Any, pad_slot_id: Any, q: Tensor, num_states: int
+) -> None:
+    """Slot table of a state pool; what the table holds is checked where it is read."""
+    if ssm_state_indices is None:
+        for name, x in (
+            ("num_accepted_tokens", num_accepted_tokens),
+            ("pad_slot_id", pad_slot_id),
+        ):
+            if x is not None:
+                raise ValueError(f"{name}: expected ssm_state_indices with it, got None")
+        return
+    require_tensor("ssm_state_indices", ssm_state_indices)
+    if ssm_state_indices.dim() not in (1, 2) or ssm_state_indices.shape[0] != num_states:
+        raise ValueError(
+            f"ssm_state_indices: expected shape [N] or [N, S] with N = {num_states}, got "
+            f"{list(ssm_state_indices.shape)}"
+        )
+    require_dtype("ssm_state_indices", ssm_state_indices, INDEX_DTYPES)
+    require_device("ssm_state_indices", ssm_state_indices, q.device)
+    if num_accepted_tokens is not None:
+        require_tensor("num_accepted_tokens", num_accepted_tokens)
+        require_shape("num_accepted_tokens", num_accepted_tokens, "[N]", (num_states,))
+        require_dtype("num_accepted_tokens", num_accepted_tokens, INDEX_DTYPES)
+        require_device("num_accepted_tokens", num_accepted_tokens, q.device)
+        if ssm_state_indices.dim() != 2:
+            raise ValueError(
+                "num_accepted_tokens: expected ssm_state_indices of shape [N, S] with it, got "
+                f"{list(ssm_state_indices.shape)}"
+            )
+    if pad_slot_id is not None and (
+        isinstance(pad_slot_id, bool) or not isinstance(pad_slot_id, int)
+    ):
+        raise TypeError(f"pad_slot_id: expected an int or None, got {_describe(pad_slot_id)}")
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to follow a call with these inputs."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

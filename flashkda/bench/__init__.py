@@ -1,0 +1,1 @@
+"""Benchmarks. ``python -m flashkda.bench --help`` lists them."""

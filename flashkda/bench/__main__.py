@@ -1,0 +1,100 @@
+"""``python -m flashkda.bench cpu``: speed and memory on the CPU, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+
+from flashkda.bench import _forward, _memory
+from flashkda.bench._report import environment, markdown_table
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flashkda bench", description="Benchmarks that check every result before timing it."
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    cpu = commands.add_parser(
+        "cpu",
+        help="forward beside fla-core's PyTorch references, and memory of forward and backward",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    cpu.add_argument("--tokens", type=_positive, default=4096, help="for speed")
+    cpu.add_argument("--memory-tokens", type=_positive, default=8192, help="for memory")
+    cpu.add_argument("--heads", type=_positive, default=4, help="heads")
+    cpu.add_argument("--dim", type=_positive, default=128, help="K and V")
+    cpu.add_argument("--threads", type=_positive, default=2, help="PyTorch threads")
+    cpu.add_argument("--repeats", type=_positive, default=5, help="times of each")
+    cpu.add_argument("--gate", choices=("slow", "fast"), default="slow", help="kind of log decay")
+    cpu.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a benchmark; 0, or 1 when flashkda's own result is wrong, or 2 for bad arguments."""
+    try:
+        args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        return _cpu(args)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cpu(args: argparse.Namespace) -> int:
+    rows = _forward.run(args.tokens, args.heads, args.dim, args.gate, args.repeats)
+    peak: _memory.Peak | None = None
+    memory_note = ""
+    try:
+        peak = _memory.run(args.memory_tokens, args.heads, args.dim, args.gate, args.threads)
+    except RuntimeError as error:
+        memory_note = f"not measured: {error}"
+    status = 1 if rows[0].median_s is None else 0
+
+    if args.json:
+        result: dict[str, Any] = {
+            "environment": environment(),
+            "arguments": {key: value for key, value in vars(args).items() if key != "json"},
+            "forward": _forward.as_data(rows),
+            "memory": vars(peak) if peak else {"note": memory_note},
+        }
+        print(json.dumps(result, indent=2))
+        return status
+
+    shape = f"H={args.heads} K=V={args.dim} float32, {args.gate} gate"
+    print(", ".join(f"{key} {value}" for key, value in environment().items()))
+    print(f"\nForward, T={args.tokens} {shape}; {args.repeats} runs of each, in turns\n")
+    header = ["implementation", "median ms", "range", "time / flashkda", "error against float64"]
+    print(markdown_table(header, _forward.as_cells(rows)))
+    print(f"\nForward and backward, peak memory, T={args.memory_tokens} {shape}\n")
+    if peak is None:
+        print(memory_note)
+        return status
+    header = ["counted", "MiB", "multiple of the inputs"]
+    counted = {
+        "the inputs themselves": peak.inputs,
+        "peak above inputs and output gradient": peak.above_inputs,
+        "peak with inputs and output gradient": peak.with_inputs,
+    }
+    cells = [[k, f"{v / 2**20:.1f}", f"{v / peak.inputs:.2f}x"] for k, v in counted.items()]
+    print(markdown_table(header, cells))
+    print(f"\nRead from {peak.method}. The gradients of the inputs are part of the peak.")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

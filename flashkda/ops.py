@@ -1,0 +1,520 @@
+"""The public functions; every backend sits behind them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _backend, _library
+from . import _validate as valid
+
+_check_inputs = valid.once_per_metadata(valid.check_inputs)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+    chunk_size: int | None = None,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention over whole sequences (arXiv 2510.26692), for prefill and training.
+
+    For every sequence and value head, with ``S`` the ``[K, V]`` state::
+
+        R_t = diag(exp(g_t)) S_{t-1}                      decay, a rate per key channel
+        S_t = R_t + beta_t k_t (v_t - R_t^T k_t)^T        the delta rule
+        o_t = scale * S_t^T q_t
+
+    Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state. Inputs keep their dtype;
+    under autocast float32 q, k and v are cast to its dtype, as a matmul would.
+
+    Args:
+        q: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; K up to 256; any strides.
+        k: ``[B, T, H, K]`` of q's dtype.
+        v: ``[B, T, HV, V]`` of q's dtype; V up to 256; HV a multiple of H.
+        g: ``[B, T, HV, K]``: the log decay (at most 0), or with ``use_gate_in_kernel`` raw logits.
+            Any of the 16- and 32-bit dtypes (float64 with float64 inputs).
+        beta: ``[B, T, HV]``: the step size, or with ``use_beta_sigmoid_in_kernel`` its logits.
+            Dtypes as for g.
+        scale: factor on the outputs. Default: ``K ** -0.5``.
+        initial_state: ``[N, HV, K, V]`` float32 or bfloat16 (float64 with float64 inputs), a state
+            per sequence. Default: zeros.
+        output_final_state: return the states after the last tokens.
+        use_qk_l2norm_in_kernel: normalise q and k: ``x / sqrt(sum(x^2) + 1e-6)``.
+        use_gate_in_kernel: g are logits. Without ``lower_bound`` the log decay is
+            ``-exp(A_log) * softplus(g + dt_bias)``; with it
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        use_beta_sigmoid_in_kernel: beta are logits.
+        allow_neg_eigval: ``2 * sigmoid(beta)`` instead of ``sigmoid(beta)``.
+        safe_gate: the caller's promise that the gate is bounded; a kernel may be faster for it,
+            results do not change. With ``use_gate_in_kernel`` it needs ``lower_bound``.
+        lower_bound: bound of the gate, in [-5, 0). Its presence chooses the formula above.
+        disable_recompute: accepted; the backward pass recomputes either way.
+        return_intermediate_states: not offered.
+        state_v_first: states are ``[N, HV, V, K]``.
+        cu_seqlens: ``[N + 1]`` int32 or int64 on q's device, sequence n is the tokens
+            ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` of the one batch row. Starts at 0, never
+            decreases (sequences may be empty), ends at most at T. The PyTorch path checks this
+            (which on a GPU waits for it); kernels do not, and other values are undefined there.
+        cu_seqlens_cpu: the same values on the CPU; saves the PyTorch path that wait.
+        cp_context: not offered.
+        use_graph: accepted; ``cu_seqlens`` may be padded with empty sequences, always.
+        max_num_seqs: with ``use_graph``, the N that ``cu_seqlens`` is padded to.
+        A_log: ``[HV]``, any floating dtype. Needed by the softplus gate.
+        dt_bias: ``[HV, K]`` or ``[HV * K]``, any floating dtype. Default: zeros.
+        out: ``[B, T, HV, V]`` of v's dtype, written in place and returned; must overlap no input.
+        backend: ``"cuda"``, ``"torch"``, or None for the best that serves the call.
+        chunk_size: accepted; results do not depend on it.
+        transpose_state_layout: deprecated name of ``state_v_first``.
+
+    Returns:
+        The outputs ``[B, T, HV, V]`` in v's dtype, and the final states in the layout and dtype of
+        ``initial_state`` (float32, or float64 for float64 inputs, without one), or None. Rows past
+        ``cu_seqlens[-1]`` are zero, or untouched in ``out``. A sequence without tokens returns its
+        initial state.
+
+    Raises:
+        ValueError: a shape, device, stride, range or combination is wrong; ``out`` is given while
+            an input requires grad.
+        TypeError: a dtype or the kind of an argument is wrong.
+        NotImplementedError: ``cp_context`` or ``return_intermediate_states`` is asked for.
+        RuntimeError: ``backend="cuda"`` can't serve the call.
+
+    Example:
+        >>> import torch, flashkda
+        >>> q, k, v, g = (torch.randn(1, 64, 2, 32) for _ in range(4))
+        >>> o, state = flashkda.chunk_kda(
+        ...     q, k, v, g, torch.randn(1, 64, 2), A_log=torch.zeros(2), output_final_state=True,
+        ...     use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        ...     use_beta_sigmoid_in_kernel=True,
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 64, 2, 32]), torch.Size([1, 2, 32, 32]))
+    """
+    _refuse("cp_context", cp_context is not None, "context parallelism over several devices")
+    valid.require_bool("return_intermediate_states", return_intermediate_states)
+    _refuse("return_intermediate_states", return_intermediate_states, "states after every chunk")
+    for name, flag in (
+        ("output_final_state", output_final_state),
+        ("safe_gate", safe_gate),
+        ("disable_recompute", disable_recompute),
+        ("use_graph", use_graph),
+    ):
+        valid.require_bool(name, flag)
+    state_v_first = _state_v_first(state_v_first, transpose_state_layout)
+    lower_bound = valid.resolve_lower_bound(lower_bound)
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError(
+            "safe_gate: expected lower_bound with it when use_gate_in_kernel is True, got None"
+        )
+    _check_inputs(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+    )
+    scale = valid.resolve_scale(scale, q.shape[3])
+    valid.check_cu_seqlens_cpu(cu_seqlens_cpu, cu_seqlens)
+    num_sequences = _library.num_sequences(q, cu_seqlens)
+    _check_graph(use_graph, max_num_seqs, cu_seqlens, num_sequences)
+    _check_chunk_size(chunk_size)
+    valid.check_states(
+        "initial_state", initial_state, q=q, v=v, num_states=num_sequences,
+        state_v_first=state_v_first,
+    )  # fmt: skip
+    q, k, v = _autocast(q, k, v)
+    valid.check_out(out, v)
+    chosen = _backend.select(q.device, backend)
+    _backend.warn_of_fallback(chosen, q.device, backend)
+
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    options = (
+        scale,
+        lower_bound,
+        use_gate_in_kernel,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+    )
+    if valid.requires_grad(*tensors):
+        if out is not None:
+            raise ValueError(
+                "out: expected None when an input requires grad (autograd can't follow a write in "
+                "place), got a tensor"
+            )
+        out, final_state = torch.ops.flashkda.chunk(
+            *tensors, boundaries, output_final_state, *options
+        )
+        return out, final_state if output_final_state else None
+
+    final_state = None
+    if output_final_state:
+        final_state = _library.empty_final_state(q, v, initial_state, num_sequences, state_v_first)
+    if out is None:
+        out = _library.new_out(v, cu_seqlens)
+    torch.ops.flashkda.chunk_out(*tensors, boundaries, out, final_state, *options)
+    return out, final_state
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    inplace_final_state: bool | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    pad_slot_id: int | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The recurrence of :func:`chunk_kda` token by token, for decoding a few tokens per sequence.
+
+    Arguments not listed are those of :func:`chunk_kda`. Not differentiable.
+
+    **State pool.** With ``ssm_state_indices``, ``initial_state`` is a pool ``[slots, HV, K, V]``
+    with any stride between slots. Indices ``[N]``: sequence n starts from slot ``i[n]`` and its
+    final state goes back there. Indices ``[N, S]``, for speculative decoding: it starts from slot
+    ``i[n, 0]``, or ``i[n, num_accepted_tokens[n] - 1]``, and the state after token t goes to slot
+    ``i[n, t]``. No two sequences may share a slot. A sequence without tokens leaves its slots
+    alone.
+
+    Args:
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, H, K]``.
+        v: ``[B, T, HV, V]``.
+        g: ``[B, T, HV, K]``.
+        beta: ``[B, T, HV]``.
+        initial_state: ``[N, HV, K, V]``, or a pool.
+        output_final_state: return the final states ``[N, HV, K, V]`` (those of padded sequences are
+            zeros). Implied by ``inplace_final_state``.
+        inplace_final_state: overwrite ``initial_state``, and return it. Default: True for a pool,
+            else False. False with a pool only reads it.
+        ssm_state_indices: int32 or int64, ``[N]`` or ``[N, S]`` with S at least the longest
+            sequence, any strides.
+        num_accepted_tokens: int32 or int64 ``[N]``, values in ``[1, S]``.
+        pad_slot_id: a sequence whose slot is at most this is padding: its states are neither read
+            nor written and its outputs are zeros; a slot of a token alone is not written. -1 for
+            SGLang's pads, 0 where slot 0 is the null slot (vLLM). Default: there are no pads, and a
+            slot outside the pool is an error (where it can be seen: on a GPU kernel it can't).
+
+    Returns:
+        As :func:`chunk_kda`; with ``inplace_final_state`` the second is ``initial_state``.
+
+    Raises:
+        NotImplementedError: an input requires grad; use :func:`chunk_kda`.
+        ValueError: as :func:`chunk_kda`; a slot outside the pool, more tokens than slots, an
+            accepted count outside ``[1, S]``, a state to be overwritten that requires grad.
+        TypeError: as :func:`chunk_kda`.
+        RuntimeError: as :func:`chunk_kda`.
+
+    Example:
+        >>> import torch, flashkda
+        >>> q, k, v = (torch.randn(2, 1, 4, 64) for _ in range(3))
+        >>> g, beta = -torch.rand(2, 1, 4, 64), torch.rand(2, 1, 4)
+        >>> pool = torch.zeros(8, 4, 64, 64)
+        >>> o, _ = flashkda.fused_recurrent_kda(
+        ...     q, k, v, g, beta, initial_state=pool, ssm_state_indices=torch.tensor([5, 2])
+        ... )
+        >>> [slot for slot in range(8) if pool[slot].any()]
+        [2, 5]
+    """
+    valid.require_bool("output_final_state", output_final_state)
+    state_v_first = _state_v_first(state_v_first, transpose_state_layout)
+    lower_bound = valid.resolve_lower_bound(lower_bound)
+    _check_inputs(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+    )
+    scale = valid.resolve_scale(scale, q.shape[3])
+    num_sequences = _library.num_sequences(q, cu_seqlens)
+    valid.check_slots(ssm_state_indices, num_accepted_tokens, pad_slot_id, q, num_sequences)
+    is_pool = ssm_state_indices is not None
+    if inplace_final_state is None:
+        inplace_final_state = is_pool
+    valid.require_bool("inplace_final_state", inplace_final_state)
+    if initial_state is None and (is_pool or inplace_final_state):
+        needed_by = "ssm_state_indices" if is_pool else "inplace_final_state"
+        raise ValueError(f"initial_state: expected a tensor with {needed_by}, got None")
+    valid.check_states(
+        "initial_state", initial_state, q=q, v=v, num_states=None if is_pool else num_sequences,
+        state_v_first=state_v_first, written=inplace_final_state,
+    )  # fmt: skip
+    tensors = (q, k, v, g, beta, A_log, dt_bias)
+    if valid.requires_grad(*tensors, initial_state):
+        raise NotImplementedError(
+            "fused_recurrent_kda: expected no input that requires grad (decoding has no backward "
+            "pass), got one; use chunk_kda, or torch.no_grad()"
+        )
+    q, k, v = _autocast(q, k, v)
+    valid.check_out(out, v)
+    chosen = _backend.select(q.device, backend)
+    _backend.warn_of_fallback(chosen, q.device, backend)
+
+    final_state = None
+    if inplace_final_state:
+        final_state = initial_state
+    elif output_final_state:
+        final_state = _library.empty_final_state(q, v, initial_state, num_sequences, state_v_first)
+    if out is None:
+        out = _library.new_out(v, cu_seqlens)
+    torch.ops.flashkda.recurrent_out(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        None if inplace_final_state else initial_state,
+        cu_seqlens,
+        ssm_state_indices,
+        num_accepted_tokens,
+        pad_slot_id,
+        inplace_final_state,
+        out,
+        final_state,
+        scale,
+        lower_bound,
+        use_gate_in_kernel,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+    )
+    return out, final_state
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """:func:`chunk_kda` into the caller's tensors, with the argument order of Moonshot's ``fwd``.
+
+    Gate, normalisation and sigmoid are on: g are raw gate logits, beta logits.
+
+    Args:
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, H, K]``.
+        v: ``[B, T, HV, V]``.
+        g: ``[B, T, HV, K]``.
+        beta: ``[B, T, HV]``.
+        scale: factor on the outputs.
+        out: ``[B, T, HV, V]`` of v's dtype, written; rows past ``cu_seqlens[-1]`` stay untouched.
+        A_log: ``[HV]``.
+        dt_bias: ``[HV, K]`` or ``[HV * K]``.
+        lower_bound: in [-5, 0), or None for the softplus gate.
+        initial_state: ``[N, HV, V, K]`` float32 or bfloat16.
+        final_state: ``[N, HV, V, K]`` float32 or bfloat16, written; may be ``initial_state``.
+        cu_seqlens: ``[N + 1]`` int32 or int64.
+
+    Raises:
+        ValueError: as :func:`chunk_kda`; also when an input requires grad.
+        TypeError: as :func:`chunk_kda`.
+    """
+    lower_bound = valid.resolve_lower_bound(lower_bound)
+    _check_inputs(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens,
+        use_gate_in_kernel=True,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=False,
+        lower_bound=lower_bound,
+    )
+    scale = valid.resolve_scale(scale, q.shape[3])
+    num_sequences = _library.num_sequences(q, cu_seqlens)
+    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
+        valid.check_states(
+            name, state, q=q, v=v, num_states=num_sequences, state_v_first=True,
+            written=name == "final_state",
+        )  # fmt: skip
+    valid.require_tensor("out", out)
+    valid.check_out(out, v)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if valid.requires_grad(*tensors):
+        raise ValueError(
+            "out: expected inputs that do not require grad (autograd can't follow a write in "
+            "place), got one that does; use chunk_kda, or torch.no_grad()"
+        )
+    chosen = _backend.select(q.device, None)
+    _backend.warn_of_fallback(chosen, q.device, None)
+    torch.ops.flashkda.chunk_out(
+        *tensors, cu_seqlens, out, final_state, scale, lower_bound, True, True, True, False, True
+    )
+
+
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """Bytes of scratch memory that the caller of :func:`fwd` has to provide: none.
+
+    Every backend takes what it needs from torch's allocator.
+
+    Args:
+        T_total: tokens of all sequences.
+        H: heads.
+        N: sequences.
+
+    Raises:
+        TypeError: an argument is no int.
+        ValueError: an argument is negative.
+    """
+    for name, x in (("T_total", T_total), ("H", H), ("N", N)):
+        if isinstance(x, bool) or not isinstance(x, int):
+            raise TypeError(f"{name}: expected an int, got a value of type {type(x).__name__}")
+        if x < 0:
+            raise ValueError(f"{name}: expected at least 0, got {x}")
+    return 0
+
+
+def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
+    """Which implementation a call of :func:`chunk_kda` with these arguments takes, and why.
+
+    Computes nothing. Example: ``flashkda.explain(q, k, v, g, beta, backend=None)``.
+
+    Raises:
+        TypeError: the arguments are not those of :func:`chunk_kda`.
+        ValueError: ``backend`` names none.
+        RuntimeError: ``backend="cuda"`` can't serve the call.
+    """
+    call = inspect.signature(chunk_kda).bind(*args, **kwargs).arguments
+    valid.require_tensor("q", call["q"])
+    return _backend.select(call["q"].device, call.get("backend"))
+
+
+# --- helpers -------------------------------------------------------------------------------------
+
+
+def _refuse(name: str, asked_for: bool, what: str) -> None:
+    if asked_for:
+        raise NotImplementedError(f"{name}: {what} is not offered by flashkda yet")
+
+
+def _state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    if transpose_state_layout is not None:
+        warnings.warn(
+            "transpose_state_layout is the deprecated name of state_v_first",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return valid.resolve_state_v_first(state_v_first, transpose_state_layout)
+
+
+def _check_graph(
+    use_graph: bool, max_num_seqs: Any, cu_seqlens: Tensor | None, num_sequences: int
+) -> None:
+    if max_num_seqs is None:
+        return
+    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int):
+        raise TypeError(
+            "max_num_seqs: expected an int or None, got a value of type "
+            f"{type(max_num_seqs).__name__}"
+        )
+    if use_graph and cu_seqlens is not None and num_sequences != max_num_seqs:
+        raise ValueError(
+            f"max_num_seqs: expected the {num_sequences} sequences of cu_seqlens (padded with "
+            f"empty ones), got {max_num_seqs}"
+        )
+
+
+def _check_chunk_size(chunk_size: Any) -> None:
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
+        raise TypeError(
+            f"chunk_size: expected an int or None, got a value of type {type(chunk_size).__name__}"
+        )
+    if chunk_size not in (None, 16, 32, 64):
+        raise ValueError(f"chunk_size: expected 16, 32, 64 or None, got {chunk_size!r}")
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device_type = tensors[0].device.type
+    if (
+        tensors[0].dtype != torch.float32
+        or not torch.amp.is_autocast_available(device_type)
+        or not torch.is_autocast_enabled(device_type)
+    ):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) for x in tensors)

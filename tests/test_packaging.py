@@ -1,0 +1,118 @@
+"""What installing and importing the package does, seen from outside it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import flashkda
+
+TREE = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(flashkda.__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def metadata() -> importlib.metadata.PackageMetadata:
+    return importlib.metadata.metadata("flashkda")
+
+
+def run_fresh(code: str, cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    """Runs code in a new interpreter that finds the package under test and measures no coverage."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+    env["PYTHONPATH"] = str(PACKAGE_FOLDER.parent)
+    env |= {name: value for name, value in changes.items() if value is not None}
+    for name, value in changes.items():
+        if value is None:
+            env.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_version_is_the_one_in_pyproject(metadata: importlib.metadata.PackageMetadata) -> None:
+    project = (TREE / "pyproject.toml").read_text(encoding="utf-8")
+    declared = re.search(r'^version = "(.+?)"', project, flags=re.MULTILINE)
+    assert declared is not None
+    assert metadata["Version"] == flashkda.__version__ == declared[1]
+
+
+def test_only_torch_is_required() -> None:
+    requirements = [Requirement(line) for line in importlib.metadata.requires("flashkda") or []]
+    always = [r for r in requirements if r.marker is None or "extra" not in str(r.marker)]
+    assert [r.name for r in always] == ["torch"]
+    # Vendor containers ship pre-release builds; refusing them would make pip replace their torch.
+    for version in ("2.9.0a0+50eac811a6.nv25.09", "2.9.0", "2.13.0+cpu", "3.0.0"):
+        assert always[0].specifier.contains(version, prereleases=True), version
+    assert not always[0].specifier.contains("2.8.0")
+
+
+def test_metadata_names_the_licence(metadata: importlib.metadata.PackageMetadata) -> None:
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert metadata["Requires-Python"] == ">=3.10"
+
+
+def test_wheel_fits_every_python() -> None:
+    tags = importlib.metadata.distribution("flashkda").read_text("WHEEL") or ""
+    found = re.findall(r"^Tag: (\S+)", tags, flags=re.MULTILINE)
+    assert found
+    assert all(tag.startswith("py3-none-") for tag in found), found
+
+
+def test_package_says_it_is_typed() -> None:
+    assert (importlib.resources.files("flashkda") / "py.typed").is_file()
+
+
+def test_command_is_installed() -> None:
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="flashkda")
+    assert command.value == "flashkda.cli:main"
+
+
+def test_code_and_metadata_are_of_one_installation() -> None:
+    """From inside the root ./flashkda shadows the wheel: the tests would say nothing about it."""
+    installed = importlib.metadata.distribution("flashkda").locate_file("flashkda")
+    assert Path(str(installed)).resolve() == PACKAGE_FOLDER
+
+
+def test_public_names_exist() -> None:
+    for name in flashkda.__all__:
+        assert hasattr(flashkda, name), name
+
+
+def test_import_costs_little_above_torch(tmp_path: Path) -> None:
+    code = """
+import time, torch
+start = time.perf_counter()
+import flashkda
+print(time.perf_counter() - start)
+"""
+    # The best of several: the first also writes byte code, and other work adds noise.
+    seconds = [float(run_fresh(code, tmp_path).stdout) for _ in range(3)]
+    assert min(seconds) < 0.050, seconds
+
+
+def test_import_leaves_the_layer_for_later(tmp_path: Path) -> None:
+    code = "import sys, flashkda; print('flashkda.nn' in sys.modules, flashkda.nn.__name__)"
+    assert run_fresh(code, tmp_path).stdout.split() == ["False", "flashkda.nn"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"HOME": None, "USER": None}, {"HOME": "/nonexistent"}, {"CUDA_VISIBLE_DEVICES": ""}],
+    ids=["no-home", "missing-home", "no-gpu"],
+)
+def test_import_needs_nothing_of_its_surroundings(
+    tmp_path: Path, changes: dict[str, str | None]
+) -> None:
+    tmp_path.chmod(0o555)
+    done = run_fresh("import flashkda", tmp_path, **changes)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
