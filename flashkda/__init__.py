@@ -24,3 +24,12 @@ __all__ = [
     "fwd",
     "get_workspace_size",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Imports ``flashkda.nn`` when it is first asked for: operators alone don't need the layer."""
+    if name == "nn":
+        from importlib import import_module
+
+        return import_module(".nn", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

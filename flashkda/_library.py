@@ -280,7 +280,7 @@ def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register() -> None:
-    implementations = {
+    implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "chunk": (_chunk, _chunk_fake),
         "chunk_backward": (_chunk_backward, _chunk_backward_fake),
         "chunk_out": (_chunk_out, _writes_only),
