@@ -30,5 +30,14 @@ ensure_torch() {
 
 # ensure_build_tools PYTHON: what an isolated build would download, installed once instead.
 ensure_build_tools() {
-  "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11'
+  "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11' 'cmake>=3.24' 'ninja>=1.10'
+  # Its headers are all that is used: not the Python packages that it asks for.
+  "$1" -m pip install --quiet --no-deps nvidia-cutlass==4.2.0.0
+  [ -n "${CUDACXX:-}${CUDA_HOME:-}" ] || command -v nvcc >/dev/null || ensure_nvcc "$1"
+}
+
+# ensure_nvcc PYTHON: the CUDA compiler from Python packages, where CMake finds it.
+ensure_nvcc() {
+  "$1" -m pip install --quiet --no-deps nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.* \
+    nvidia-cuda-cccl==13.0.* nvidia-cuda-runtime==13.0.*
 }

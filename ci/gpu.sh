@@ -1,40 +1,84 @@
 #!/usr/bin/env bash
-# What needs a CUDA device: GPU tests, and compute-sanitizer over them.
-# Usage: bash ci/gpu.sh WHEEL [PYTHON]    (an interpreter with a CUDA torch, pip and pytest)
+# What needs a CUDA device: GPU tests, sanitizers, timings. Ends with a short table; fails if a part did.
+# Usage: bash ci/gpu.sh WHEEL [--quick|--full|PART...]    PARTs: doctor tests memcheck racecheck synccheck
+#   initcheck bench; --full (the default) is all of them, --quick the first three and a short bench.
+# PYTHON names an interpreter with a CUDA torch, pip, and for the tests pytest (default: python3).
 # Such machines often have no network and a torch that must not be touched, so the wheel goes into a
-# folder of its own, without its dependencies. Ends with what was not run, and fails if a test did.
+# folder of its own, without its dependencies; nothing is compiled.
 set -euo pipefail
 
-wheel=$(realpath "${1:?usage: bash ci/gpu.sh WHEEL [PYTHON]}")
-python=$(command -v "${2:-python3}")
+wheel=$(realpath "${1:?usage: bash ci/gpu.sh WHEEL [--quick|--full|PART...]}")
+shift
+python=$(command -v "${PYTHON:-python3}")
 root=$(realpath "$(dirname "$0")/..")
+bench_options=()
+case ${1:---full} in
+  --full) parts=(doctor tests memcheck racecheck synccheck initcheck bench) ;;
+  --quick) parts=(doctor tests memcheck bench) bench_options=(--quick) ;;
+  *) parts=("$@") ;;
+esac
+
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-not_run=()
-
-"$python" -m pip install --quiet --no-index --no-deps --target "$scratch/site" "$wheel"
-export PYTHONPATH=$scratch/site
+"$python" -m pip install --quiet --no-index --no-deps --no-cache-dir --target "$scratch/site" "$wheel"
+export PYTHONPATH=$scratch/site PYTHONDONTWRITEBYTECODE=1
 mkdir "$scratch/cwd"
 cd "$scratch/cwd"  # outside the root: inside it, ./flashkda would shadow the wheel
-
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device")'
-"$python" -m flashkda doctor
-"$python" -m flashkda selftest
 
-pytest=("$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider -m gpu "$root/tests/gpu")
-"${pytest[@]}"
+doctor() {
+  "$python" -m flashkda doctor && "$python" -m flashkda selftest
+}
 
-# A few of them: under the tool each takes many times as long.
-sanitizer=(compute-sanitizer --tool memcheck --error-exitcode 1)
-if ! command -v compute-sanitizer >/dev/null; then
-  not_run+=("compute-sanitizer: not on PATH")
-elif ! "${sanitizer[@]}" "$python" -c 'import torch; torch.ones(1, device="cuda").cpu()' >"$scratch/probe" 2>&1; then
-  not_run+=("compute-sanitizer: fails on this machine without flashkda: $(tail -n 1 "$scratch/probe")")
-else
-  "${sanitizer[@]}" "${pytest[@]}" -k "float32 or pool"
-fi
+tests() {
+  if ! "$python" -c 'import pytest' 2>/dev/null; then
+    echo "not run: $python has no pytest (pip install pytest)"
+    return 77
+  fi
+  "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider -q -m gpu "$root/tests"
+}
 
-not_run+=("benchmark: flashkda.bench has no GPU part while there are no CUDA kernels")
+# sanitizer TOOL [OPTION...]: without torch's cache of device memory, which would hide its bounds.
+sanitizer() {
+  local tool=(compute-sanitizer --error-exitcode 1 --tool "$@")
+  if ! command -v compute-sanitizer >/dev/null; then
+    echo "not run: no compute-sanitizer on PATH (it comes with the CUDA toolkit)"
+    return 77
+  fi
+  if ! "${tool[@]}" "$python" -c 'import torch; torch.ones(1, device="cuda").cpu()' >"$scratch/probe" 2>&1; then
+    echo "not run: compute-sanitizer fails here without flashkda: $(tail -n 1 "$scratch/probe")"
+    return 77
+  fi
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${tool[@]}" "$python" "$root/tests/gpu/sanitize.py"
+}
 
-[ ${#not_run[@]} -eq 0 ] || printf 'NOT RUN: %s\n' "${not_run[@]}"
-echo "ci/gpu.sh: done"
+# Only our kernels are watched, which is many times faster; initcheck must see who wrote the inputs.
+memcheck() { sanitizer memcheck --kernel-name kns=flashkda; }
+racecheck() { sanitizer racecheck --kernel-name kns=flashkda; }
+synccheck() { sanitizer synccheck --kernel-name kns=flashkda; }
+initcheck() { sanitizer initcheck; }
+
+bench() {
+  "$python" -m flashkda.bench gpu ${bench_options[@]+"${bench_options[@]}"}
+}
+
+status=0
+table=()
+for part in "${parts[@]}"; do
+  case $part in
+    doctor | tests | memcheck | racecheck | synccheck | initcheck | bench) ;;
+    *) echo "ci/gpu.sh: no part is called $part" >&2; exit 2 ;;
+  esac
+  echo "== $part"
+  start=$SECONDS
+  "$part" 2>&1 | tee "$scratch/$part.log" && code=0 || code=$?
+  case $code in
+    0) result=passed ;;
+    77) result=$(tail -n 1 "$scratch/$part.log") ;;
+    *) result=FAILED status=1 ;;
+  esac
+  table+=("$(printf '%-10s %5ds  %s' "$part" $((SECONDS - start)) "$result")")
+done
+echo "== $(basename "$wheel")"
+printf '%s\n' "${table[@]}"
+exit $status

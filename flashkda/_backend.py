@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from . import _native
 
 
 class Backend(NamedTuple):
@@ -20,10 +23,6 @@ class Backend(NamedTuple):
 
 
 BACKENDS = ("torch", "cuda")
-
-_NO_LIBRARY = (
-    "this build of flashkda holds no CUDA kernels, so the PyTorch path serves every device"
-)
 
 
 def backend(device: torch.device | str | int | None = None) -> Backend:
@@ -58,33 +57,62 @@ def backend(device: torch.device | str | int | None = None) -> Backend:
             device = torch.device(*named)
         except RuntimeError as error:
             raise ValueError(f"device: expected the name of a device, got {device!r}") from error
-    return _probe(device.type)
+    return _probe(device)
 
 
-def _probe(device_type: str) -> Backend:
-    if device_type == "cuda":
-        return Backend("torch", _NO_LIBRARY)
-    return Backend("torch", f"the CUDA kernels do not serve {device_type} tensors")
+_served: dict[torch.device, Backend] = {}
 
 
-def select(device: torch.device, forced: str | None) -> Backend:
-    """The implementation for one call.
+def _probe(device: torch.device) -> Backend:
+    """The best implementation on a device, whatever the call."""
+    served = _served.get(device)
+    if served is not None:
+        return served
+    if device.type != "cuda":
+        return Backend("torch", f"the CUDA kernels do not serve {device.type} tensors")
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    variant, reason = _native.probe(index)
+    if variant is None:
+        return Backend("torch", reason)
+    result = Backend("cuda", f"the {variant} kernels of this build serve cuda:{index}")
+    if device.index is not None:
+        _served[device] = result
+    return result
+
+
+def check_forced(forced: str | None) -> None:
+    """The ``backend`` argument of a call."""
+    if forced is None:
+        return
+    if not isinstance(forced, str):
+        raise TypeError(
+            f"backend: expected a string or None, got a value of type {type(forced).__name__}"
+        )
+    if forced not in BACKENDS:
+        raise ValueError(f"backend: expected 'torch', 'cuda' or None, got {forced!r}")
+
+
+def select(device: torch.device, forced: str | None, refusal: Callable[[], str | None]) -> Backend:
+    """The implementation for one call, which the kernels may refuse for a reason of its own.
 
     Raises:
         TypeError: ``forced`` is no string.
         ValueError: ``forced`` is no backend.
         RuntimeError: ``forced`` is ``"cuda"`` and it can't serve the call.
     """
-    if forced is not None and not isinstance(forced, str):
-        raise TypeError(
-            f"backend: expected a string or None, got a value of type {type(forced).__name__}"
-        )
-    if forced is not None and forced not in BACKENDS:
-        raise ValueError(f"backend: expected 'torch', 'cuda' or None, got {forced!r}")
+    check_forced(forced)
     if forced == "torch":
         return Backend("torch", "the call asks for it")
-    chosen = _probe(device.type)
-    if forced == "cuda" and chosen.name != "cuda":
+    chosen = _probe(device)
+    if chosen.name == "cuda":
+        reason = refusal()
+        if reason is None:
+            return chosen
+        chosen = Backend("torch", reason)
+    # A call without tokens is no failure of anyone: the PyTorch path fills in its results.
+    if forced == "cuda" and chosen.reason != _native.NOTHING_TO_COMPUTE:
         raise RuntimeError(f"backend: 'cuda' can't serve this call: {chosen.reason}")
     return chosen
 
@@ -92,15 +120,17 @@ def select(device: torch.device, forced: str | None) -> Backend:
 _warned: set[str] = set()
 
 
-def warn_of_fallback(chosen: Backend, device: torch.device, forced: str | None) -> None:
+def warn_of_fallback(
+    chosen: Backend, device: torch.device, forced: str | None, stacklevel: int = 3
+) -> None:
     """Warns, once for each reason, when CUDA tensors take the PyTorch path unasked."""
-    if device.type != "cuda" or chosen.name != "torch" or forced is not None:
+    if chosen.name != "torch" or device.type != "cuda" or forced is not None:
         return
-    if chosen.reason not in _warned:
+    if chosen.reason not in _warned and chosen.reason != _native.NOTHING_TO_COMPUTE:
         _warned.add(chosen.reason)
         warnings.warn(
             f"flashkda runs its slower PyTorch path on CUDA tensors: {chosen.reason}. "
             "Pass backend='torch' to ask for it without this warning.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import flashkda
+from flashkda import _native
 from flashkda._backend import backend
 
 
@@ -54,7 +55,12 @@ def _build_facts() -> dict[str, Any]:
     libraries = [
         path.name for pattern in ("*.so", "*.pyd", "*.dylib") for path in root.glob(pattern)
     ]
-    return {"location": str(root), "wheel_tag": tag, "libraries": sorted(libraries)}
+    return {
+        "location": str(root),
+        "wheel_tag": tag,
+        "libraries": sorted(libraries),
+        "kernels": _native.build_info(),
+    }
 
 
 def report() -> dict[str, Any]:
@@ -86,6 +92,14 @@ def main(*, as_json: bool = False) -> int:
     print(f"location  {build['location']}")
     print(f"build     {build['wheel_tag'] or 'not installed from a wheel'}")
     print(f"libraries {', '.join(build['libraries']) or 'none (pure Python)'}")
+    kernels = build["kernels"]
+    built = (
+        "none"
+        if kernels is None
+        else f"{kernels['version']} for {kernels['architectures']}, "
+        f"cudart {kernels['cudart']}, nvcc {kernels['nvcc']}"
+    )
+    print(f"kernels   {built}")
     for device in facts["devices"]:
         capability = f", capability {device['capability']}" if device["capability"] else ""
         print(f"{device['device']:9} {device['name']}{capability}")

@@ -3,7 +3,9 @@
 One operator is opaque to ``torch.compile`` and ``torch.export``. ``chunk`` is functional and
 differentiable; ``chunk_out`` and ``recurrent_out`` write into tensors of the caller and are not.
 Schemas are defined here, so that they exist whatever the build holds; the PyTorch path is their
-implementation for every device, and a native library attaches its own for CUDA.
+implementation for every device. ``chunk_out`` takes the CUDA kernels where they serve the call.
+``chunk_native_out`` is these kernels alone: the native library attaches the implementation, for
+CUDA, and it wants the layouts that ``_native.chunk_out`` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch, _torch_recurrent
+from . import _backend, _dispatch, _native, _torch, _torch_recurrent
 from ._torch_plan import sequences_of
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
@@ -36,7 +38,15 @@ _library.define(
 )
 _library.define(
     f"chunk_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) out, "
-    f"Tensor(b!)? final_state, {_OPTIONS}) -> ()"
+    f"Tensor(b!)? final_state, {_OPTIONS}, bool gate_is_bounded, str? backend) -> ()"
+)
+_library.define(
+    f"chunk_native({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, bool output_final_state, "
+    f"{_OPTIONS}, bool gate_is_bounded) -> (Tensor, Tensor)"
+)
+_library.define(
+    f"chunk_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) out, "
+    f"Tensor(b!)? final_state, {_OPTIONS}, bool gate_is_bounded) -> bool"
 )
 _library.define(
     f"recurrent_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
@@ -93,7 +103,15 @@ def _chunk_out(
     final_state: Tensor | None,
     *options: Any,
 ) -> None:
-    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*options))
+    (*numbers, gate_is_bounded, backend) = options
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if backend != "torch" and q.is_cuda:
+        chosen = _dispatch.select_chunk(tensors, cu_seqlens, final_state, backend)
+        if chosen.name == "cuda":
+            _native.chunk_out(*tensors, cu_seqlens, out, final_state, *numbers, gate_is_bounded)
+            return
+        _backend.warn_of_fallback(chosen, q.device, backend)
+    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*numbers))
     sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
     _write_rows(
         out, lambda rows: _torch.forward(inputs, sequences, initial_state, rows, final_state)
@@ -120,7 +138,7 @@ def _chunk(
     out = new_out(v, cu_seqlens)
     _chunk_out(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out,
-        final_state if output_final_state else None, *options,
+        final_state if output_final_state else None, *options, False, "torch",
     )  # fmt: skip
     return out, final_state
 
@@ -238,6 +256,15 @@ def _writes_only(*args: Any) -> None:
     """Fake of an operator that only writes into its arguments."""
 
 
+def _native_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _chunk_fake(*args[:-1])  # less gate_is_bounded
+
+
+def _serves(*args: Any) -> bool:
+    """Fake of the kernels."""
+    return True
+
+
 # --- autograd ------------------------------------------------------------------------------------
 
 
@@ -289,6 +316,8 @@ def _register() -> None:
     for name, (implementation, fake) in implementations.items():
         _library.impl(name, _isolated(implementation), "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashkda::{name}", fake, lib=_library)
+    torch.library.register_fake("flashkda::chunk_native", _native_fake, lib=_library)
+    torch.library.register_fake("flashkda::chunk_native_out", _serves, lib=_library)
     torch.library.register_autograd(
         "flashkda::chunk", _autograd_backward, setup_context=_setup_context, lib=_library
     )

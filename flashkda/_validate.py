@@ -8,6 +8,7 @@ passed before is not checked again.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,14 +110,14 @@ def resolve_state_v_first(state_v_first: bool, transpose_state_layout: bool | No
 def once_per_metadata(check: Callable[..., None]) -> Callable[..., None]:
     """Skips a check whose arguments had the same metadata in an earlier call that passed."""
 
-    def checked(**arguments: Any) -> None:
+    def checked(*arguments: Any) -> None:
         if torch.compiler.is_compiling():
-            check(**arguments)
+            check(*arguments)
             return
-        key = (check, *(_metadata(x) for x in arguments.values()))
+        key = (check, *map(_metadata, arguments))
         if key in _remembered:
             return
-        check(**arguments)
+        check(*arguments)
         if len(_remembered) >= _MAX_REMEMBERED:
             _remembered.clear()
         _remembered.add(key)
@@ -131,7 +132,6 @@ def _metadata(x: Any) -> Any:
 
 
 def check_inputs(
-    *,
     q: Any,
     k: Any,
     v: Any,
@@ -350,3 +350,56 @@ def check_slots(
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd has to follow a call with these inputs."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def refuse(name: str, asked_for: bool, what: str) -> None:
+    if asked_for:
+        raise NotImplementedError(f"{name}: {what} is not offered by flashkda yet")
+
+
+def fold_state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    if transpose_state_layout is not None:
+        warnings.warn(
+            "transpose_state_layout is the deprecated name of state_v_first",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return resolve_state_v_first(state_v_first, transpose_state_layout)
+
+
+def check_graph(
+    use_graph: bool, max_num_seqs: Any, cu_seqlens: Tensor | None, num_sequences: int
+) -> None:
+    if max_num_seqs is None:
+        return
+    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int):
+        raise TypeError(
+            "max_num_seqs: expected an int or None, got a value of type "
+            f"{type(max_num_seqs).__name__}"
+        )
+    if use_graph and cu_seqlens is not None and num_sequences != max_num_seqs:
+        raise ValueError(
+            f"max_num_seqs: expected the {num_sequences} sequences of cu_seqlens (padded with "
+            f"empty ones), got {max_num_seqs}"
+        )
+
+
+def check_chunk_size(chunk_size: Any) -> None:
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
+        raise TypeError(
+            f"chunk_size: expected an int or None, got a value of type {type(chunk_size).__name__}"
+        )
+    if chunk_size not in (None, 16, 32, 64):
+        raise ValueError(f"chunk_size: expected 16, 32, 64 or None, got {chunk_size!r}")
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device_type = tensors[0].device.type
+    if (
+        tensors[0].dtype != torch.float32
+        or not torch.amp.is_autocast_available(device_type)
+        or not torch.is_autocast_enabled(device_type)
+    ):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) for x in tensors)

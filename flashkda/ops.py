@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _backend, _library
+from . import _backend, _dispatch, _known, _library, _native
 from . import _validate as valid
 
 _check_inputs = valid.once_per_metadata(valid.check_inputs)
@@ -57,8 +56,13 @@ def chunk_kda(
     Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state. Inputs keep their dtype;
     under autocast float32 q, k and v are cast to its dtype, as a matmul would.
 
+    On CUDA devices that the kernels serve, bfloat16 calls with K = V = 128 that need no gradient
+    run in them; all others take the PyTorch path, forward and backward (see :func:`explain`).
+
     Args:
-        q: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; K up to 256; any strides.
+        q: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; K up to 256. Any strides: the
+            kernels read rows of tokens in place (adjacent heads, row strides of a multiple of 16
+            bytes), and a tensor that is laid out otherwise is copied. The same for k, v, g, out.
         k: ``[B, T, H, K]`` of q's dtype.
         v: ``[B, T, HV, V]`` of q's dtype; V up to 256; HV a multiple of H.
         g: ``[B, T, HV, K]``: the log decay (at most 0), or with ``use_gate_in_kernel`` raw logits.
@@ -69,14 +73,17 @@ def chunk_kda(
         initial_state: ``[N, HV, K, V]`` float32 or bfloat16 (float64 with float64 inputs), a state
             per sequence. Default: zeros.
         output_final_state: return the states after the last tokens.
-        use_qk_l2norm_in_kernel: normalise q and k: ``x / sqrt(sum(x^2) + 1e-6)``.
+        use_qk_l2norm_in_kernel: normalise q and k: ``x / sqrt(sum(x^2) + 1e-6)``. Without it, keys
+            with ``beta * |k|^2`` above 6e4 overflow the float16 inverse of the kernels.
         use_gate_in_kernel: g are logits. Without ``lower_bound`` the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``; with it
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: beta are logits.
         allow_neg_eigval: ``2 * sigmoid(beta)`` instead of ``sigmoid(beta)``.
-        safe_gate: the caller's promise that the gate is bounded; a kernel may be faster for it,
-            results do not change. With ``use_gate_in_kernel`` it needs ``lower_bound``.
+        safe_gate: the caller's promise that a log decay given as g is at least -5. The kernels then
+            take longer chunks, which is faster; results differ by rounding, and are wrong where the
+            promise is broken (g below -5.4). The PyTorch path has no use for it. With
+            ``use_gate_in_kernel`` it needs ``lower_bound``, which alone decides.
         lower_bound: bound of the gate, in [-5, 0). Its presence chooses the formula above.
         disable_recompute: accepted; the backward pass recomputes either way.
         return_intermediate_states: not offered.
@@ -100,7 +107,8 @@ def chunk_kda(
         The outputs ``[B, T, HV, V]`` in v's dtype, and the final states in the layout and dtype of
         ``initial_state`` (float32, or float64 for float64 inputs, without one), or None. Rows past
         ``cu_seqlens[-1]`` are zero, or untouched in ``out``. A sequence without tokens returns its
-        initial state.
+        initial state. A NaN spreads to the later tokens of its own sequence, and within its chunk
+        of up to 64 tokens to earlier ones, never to another sequence.
 
     Raises:
         ValueError: a shape, device, stride, range or combination is wrong; ``out`` is given while
@@ -120,9 +128,25 @@ def chunk_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 64, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
-    _refuse("cp_context", cp_context is not None, "context parallelism over several devices")
+    others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    flags = (
+        A_log is None, dt_bias is None, cu_seqlens is None, cu_seqlens_cpu is None,
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
+        return_intermediate_states, state_v_first, cp_context, use_graph, max_num_seqs, backend,
+        chunk_size, transpose_state_layout,
+    )  # fmt: skip
+    known = None if out is not None else _known.find(q, others, flags)
+    if known is not None:
+        results = _known.run((q, *others), output_final_state, *known)
+        if results is not None:
+            return results[0], results[1] if output_final_state else None
+
+    valid.refuse("cp_context", cp_context is not None, "context parallelism over several devices")
     valid.require_bool("return_intermediate_states", return_intermediate_states)
-    _refuse("return_intermediate_states", return_intermediate_states, "states after every chunk")
+    valid.refuse(
+        "return_intermediate_states", return_intermediate_states, "states after every chunk"
+    )
     for name, flag in (
         ("output_final_state", output_final_state),
         ("safe_gate", safe_gate),
@@ -130,43 +154,30 @@ def chunk_kda(
         ("use_graph", use_graph),
     ):
         valid.require_bool(name, flag)
-    state_v_first = _state_v_first(state_v_first, transpose_state_layout)
+    state_v_first = valid.fold_state_v_first(state_v_first, transpose_state_layout)
     lower_bound = valid.resolve_lower_bound(lower_bound)
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError(
             "safe_gate: expected lower_bound with it when use_gate_in_kernel is True, got None"
         )
     _check_inputs(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-    )
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+        use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound,
+    )  # fmt: skip
     scale = valid.resolve_scale(scale, q.shape[3])
     valid.check_cu_seqlens_cpu(cu_seqlens_cpu, cu_seqlens)
     num_sequences = _library.num_sequences(q, cu_seqlens)
-    _check_graph(use_graph, max_num_seqs, cu_seqlens, num_sequences)
-    _check_chunk_size(chunk_size)
+    valid.check_graph(use_graph, max_num_seqs, cu_seqlens, num_sequences)
+    valid.check_chunk_size(chunk_size)
     valid.check_states(
         "initial_state", initial_state, q=q, v=v, num_states=num_sequences,
         state_v_first=state_v_first,
     )  # fmt: skip
-    q, k, v = _autocast(q, k, v)
+    q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
-    chosen = _backend.select(q.device, backend)
-    _backend.warn_of_fallback(chosen, q.device, backend)
 
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     options = (
         scale,
         lower_bound,
@@ -182,17 +193,21 @@ def chunk_kda(
                 "out: expected None when an input requires grad (autograd can't follow a write in "
                 "place), got a tensor"
             )
-        out, final_state = torch.ops.flashkda.chunk(
-            *tensors, boundaries, output_final_state, *options
+        o, state = _dispatch.chunk_with_grad(
+            tensors, cu_seqlens, cu_seqlens_cpu, output_final_state, options, backend
         )
-        return out, final_state if output_final_state else None
+        return o, state if output_final_state else None
 
     final_state = None
     if output_final_state:
         final_state = _library.empty_final_state(q, v, initial_state, num_sequences, state_v_first)
     if out is None:
         out = _library.new_out(v, cu_seqlens)
-    torch.ops.flashkda.chunk_out(*tensors, boundaries, out, final_state, *options)
+    gate_is_bounded = safe_gate if not use_gate_in_kernel else lower_bound is not None
+    if _dispatch.chunk_out(
+        tensors, cu_seqlens, cu_seqlens_cpu, out, final_state, options, gate_is_bounded, backend
+    ):
+        _known.remember(flags, (*options, gate_is_bounded))
     return out, final_state
 
 
@@ -275,23 +290,13 @@ def fused_recurrent_kda(
         [2, 5]
     """
     valid.require_bool("output_final_state", output_final_state)
-    state_v_first = _state_v_first(state_v_first, transpose_state_layout)
+    state_v_first = valid.fold_state_v_first(state_v_first, transpose_state_layout)
     lower_bound = valid.resolve_lower_bound(lower_bound)
     _check_inputs(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-    )
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+        use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound,
+    )  # fmt: skip
     scale = valid.resolve_scale(scale, q.shape[3])
     num_sequences = _library.num_sequences(q, cu_seqlens)
     valid.check_slots(ssm_state_indices, num_accepted_tokens, pad_slot_id, q, num_sequences)
@@ -312,9 +317,9 @@ def fused_recurrent_kda(
             "fused_recurrent_kda: expected no input that requires grad (decoding has no backward "
             "pass), got one; use chunk_kda, or torch.no_grad()"
         )
-    q, k, v = _autocast(q, k, v)
+    q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
-    chosen = _backend.select(q.device, backend)
+    chosen = _backend.select(q.device, backend, lambda: _native.NO_DECODE)
     _backend.warn_of_fallback(chosen, q.device, backend)
 
     final_state = None
@@ -389,22 +394,17 @@ def fwd(
         ValueError: as :func:`chunk_kda`; also when an input requires grad.
         TypeError: as :func:`chunk_kda`.
     """
+    others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    flags = ("fwd", A_log is None, dt_bias is None, scale, lower_bound)
+    known = _known.find(q, (*others, out, final_state), flags)
+    if known is not None and _known.run_into(out, final_state, (q, *others), *known):
+        return
     lower_bound = valid.resolve_lower_bound(lower_bound)
     _check_inputs(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens,
-        use_gate_in_kernel=True,
-        use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        allow_neg_eigval=False,
-        lower_bound=lower_bound,
-    )
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+        True, True, True,
+        False, lower_bound,
+    )  # fmt: skip
     scale = valid.resolve_scale(scale, q.shape[3])
     num_sequences = _library.num_sequences(q, cu_seqlens)
     for name, state in (("initial_state", initial_state), ("final_state", final_state)):
@@ -420,17 +420,17 @@ def fwd(
             "out: expected inputs that do not require grad (autograd can't follow a write in "
             "place), got one that does; use chunk_kda, or torch.no_grad()"
         )
-    chosen = _backend.select(q.device, None)
-    _backend.warn_of_fallback(chosen, q.device, None)
-    torch.ops.flashkda.chunk_out(
-        *tensors, cu_seqlens, out, final_state, scale, lower_bound, True, True, True, False, True
-    )
+    options = (scale, lower_bound, True, True, True, False, True)
+    bounded = lower_bound is not None
+    if _dispatch.chunk_out(tensors, cu_seqlens, None, out, final_state, options, bounded, None):
+        _known.remember(flags, (*options, bounded))
 
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes of scratch memory that the caller of :func:`fwd` has to provide: none.
 
-    Every backend takes what it needs from torch's allocator.
+    Every backend takes what it needs from torch's allocator (the kernels about 930 bytes per token
+    and value head).
 
     Args:
         T_total: tokens of all sequences.
@@ -459,62 +459,18 @@ def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
         ValueError: ``backend`` names none.
         RuntimeError: ``backend="cuda"`` can't serve the call.
     """
-    call = inspect.signature(chunk_kda).bind(*args, **kwargs).arguments
-    valid.require_tensor("q", call["q"])
-    return _backend.select(call["q"].device, call.get("backend"))
-
-
-# --- helpers -------------------------------------------------------------------------------------
-
-
-def _refuse(name: str, asked_for: bool, what: str) -> None:
-    if asked_for:
-        raise NotImplementedError(f"{name}: {what} is not offered by flashkda yet")
-
-
-def _state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    if transpose_state_layout is not None:
-        warnings.warn(
-            "transpose_state_layout is the deprecated name of state_v_first",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    return valid.resolve_state_v_first(state_v_first, transpose_state_layout)
-
-
-def _check_graph(
-    use_graph: bool, max_num_seqs: Any, cu_seqlens: Tensor | None, num_sequences: int
-) -> None:
-    if max_num_seqs is None:
-        return
-    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int):
-        raise TypeError(
-            "max_num_seqs: expected an int or None, got a value of type "
-            f"{type(max_num_seqs).__name__}"
-        )
-    if use_graph and cu_seqlens is not None and num_sequences != max_num_seqs:
-        raise ValueError(
-            f"max_num_seqs: expected the {num_sequences} sequences of cu_seqlens (padded with "
-            f"empty ones), got {max_num_seqs}"
-        )
-
-
-def _check_chunk_size(chunk_size: Any) -> None:
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
-        raise TypeError(
-            f"chunk_size: expected an int or None, got a value of type {type(chunk_size).__name__}"
-        )
-    if chunk_size not in (None, 16, 32, 64):
-        raise ValueError(f"chunk_size: expected 16, 32, 64 or None, got {chunk_size!r}")
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device_type = tensors[0].device.type
-    if (
-        tensors[0].dtype != torch.float32
-        or not torch.amp.is_autocast_available(device_type)
-        or not torch.is_autocast_enabled(device_type)
-    ):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x.to(dtype) for x in tensors)
+    bound = inspect.signature(chunk_kda).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    q, k, v, g, beta = (call[name] for name in ("q", "k", "v", "g", "beta"))
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        valid.require_tensor(name, x)
+    tensors = (
+        *valid.autocast(q, k, v),
+        g,
+        beta,
+        call["A_log"],
+        call["dt_bias"],
+        call["initial_state"],
+    )
+    return _dispatch.select_chunk(tensors, call["cu_seqlens"], None, call["backend"])

@@ -1,4 +1,4 @@
-"""``python -m flashkda.bench cpu``: speed and memory on the CPU, as a table or as JSON."""
+"""``python -m flashkda.bench cpu`` or ``gpu``: speed and memory, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from flashkda.bench import _forward, _memory
+from flashkda._backend import backend
+from flashkda.bench import _forward, _gpu, _memory
 from flashkda.bench._report import environment, markdown_table
 
 
@@ -38,6 +39,14 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--repeats", type=_positive, default=5, help="times of each")
     cpu.add_argument("--gate", choices=("slow", "fast"), default="slow", help="kind of log decay")
     cpu.add_argument("--json", action="store_true", help="print JSON")
+    gpu = commands.add_parser(
+        "gpu",
+        help="forward of the CUDA kernels: device time of several shapes, host time of a call",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    gpu.add_argument("--quick", action="store_true", help="a few shapes")
+    gpu.add_argument("--repeats", type=_positive, default=20, help="times of each")
+    gpu.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -47,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
+    if args.benchmark == "gpu":
+        return _gpu_main(args)
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -94,6 +105,41 @@ def _cpu(args: argparse.Namespace) -> int:
     print(markdown_table(header, cells))
     print(f"\nRead from {peak.method}. The gradients of the inputs are part of the peak.")
     return status
+
+
+def _gpu_main(args: argparse.Namespace) -> int:
+    served = backend("cuda")
+    if served.name != "cuda":
+        print(f"flashkda bench gpu: {served.reason}", file=sys.stderr)
+        return 1
+    device = {"device": torch.cuda.get_device_name(), "torch CUDA": torch.version.cuda}
+    facts = environment() | device
+    errors = _gpu.errors()
+    wrong = {gate: x for gate, x in errors.items() if not x <= _gpu.ALLOWED_ERROR}
+    if wrong:
+        print(f"flashkda bench gpu: wrong results, no times: {wrong}", file=sys.stderr)
+        return 1
+    rows, host = _gpu.run(_gpu.QUICK if args.quick else _gpu.SHAPES, args.repeats)
+    if args.json:
+        result = {
+            "environment": facts,
+            "errors": errors,
+            "forward": [vars(row) for row in rows],
+            "host_us": host,
+        }
+        print(json.dumps(result, indent=2))
+        return 0
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print("\nForward, K=V=128 bfloat16, float32 state in and out; device time of a call\n")
+    header = ["shape", "gate", "median ms", "range"]
+    cells = [
+        [x.shape, x.gate, f"{x.median_ms:.4f}", f"{x.fastest_ms:.4f} to {x.slowest_ms:.4f}"]
+        for x in rows
+    ]
+    print(markdown_table(header, cells))
+    print(f"\nHost time of an eager call, 1x16 H4: {host:.1f} us")
+    print("Error against float64: " + ", ".join(f"{k} gate {v:.1e}" for k, v in errors.items()))
+    return 0
 
 
 if __name__ == "__main__":

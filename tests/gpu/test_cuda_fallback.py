@@ -133,4 +133,9 @@ def test_forced_cuda_gives_the_reason() -> None:
 
 def test_explain_on_the_device() -> None:
     choice = flashkda.explain(**KdaCase(T=20).make("cuda"))
-    assert choice == flashkda.backend("cuda")
+    served = flashkda.backend("cuda")
+    if served.name == "torch":
+        assert choice == served
+    else:  # the kernels refuse float64
+        assert choice.name == "torch"
+        assert "float64" in choice.reason

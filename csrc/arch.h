@@ -1,0 +1,23 @@
+// What tells architectures apart. Both tensor-core generations run the same mma.sync policy today.
+#pragma once
+
+namespace flashkda {
+
+struct Sm90 {
+  static constexpr char const* kVariant = "hopper";
+  static constexpr int kMajor = 9, kMinor = 0;
+};
+struct Sm100 {
+  static constexpr char const* kVariant = "blackwell";
+  static constexpr int kMajor = 10, kMinor = 0;
+};
+struct Sm103 {
+  static constexpr char const* kVariant = "blackwell";
+  static constexpr int kMajor = 10, kMinor = 3;
+};
+struct Sm120 {
+  static constexpr char const* kVariant = "blackwell";
+  static constexpr int kMajor = 12, kMinor = 0;
+};
+
+}  // namespace flashkda

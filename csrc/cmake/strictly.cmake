@@ -1,0 +1,23 @@
+# Runs the command after "--" and fails where the compiler of kernels only warns: registers spilled,
+# local memory used, or wgmma instructions serialised (C7510, C7512, C7514, C7517).
+set(command)
+set(is_command FALSE)
+math(EXPR last "${CMAKE_ARGC} - 1")
+foreach(i RANGE ${last})
+  if(is_command)
+    list(APPEND command "${CMAKE_ARGV${i}}")
+  elseif(CMAKE_ARGV${i} STREQUAL "--")
+    set(is_command TRUE)
+  endif()
+endforeach()
+
+execute_process(COMMAND ${command} OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE status)
+if(output)
+  message("${output}")
+endif()
+if(NOT status EQUAL 0)
+  message(FATAL_ERROR "the compiler failed (${status})")
+endif()
+if(output MATCHES "ptxas warning|C75(10|12|14|17)")
+  message(FATAL_ERROR "a warning of ptxas that costs speed: ${CMAKE_MATCH_0}")
+endif()

@@ -1,0 +1,137 @@
+// Launches of one architecture: FLASHKDA_ARCH names its traits struct (arch.h).
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "arch.h"
+#include "launch.h"
+#include "prepare/kernel.cuh"
+#include "scan/kernel.cuh"
+
+namespace flashkda {
+namespace {
+
+Failure failure_of(char const* what, cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  return std::string(what) + ": " + cudaGetErrorString(error);
+}
+
+constexpr size_t kMoreThanHalfOfAnSm = 116 * 1024;
+
+int num_sms(int device) {
+  static std::array<std::atomic<int>, 64> known = {};
+  bool const cacheable = device < static_cast<int>(known.size());
+  int count = cacheable ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    if (cacheable) known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+// Raises the kernel's shared-memory limit, once per device.
+template <class Kernel>
+Failure allow_shared_memory(Kernel* kernel, size_t bytes, int device, std::atomic<uint64_t>& done) {
+  uint64_t const bit = device < 64 ? uint64_t{1} << device : 0;
+  if ((done.load(std::memory_order_relaxed) & bit) != 0) return {};
+  cudaError_t const error =
+      cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(bytes));
+  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
+  return failure_of("shared memory of a kernel", error);
+}
+
+template <class Maps, class Kernel>
+Failure launch(Kernel* kernel,
+               dim3 grid,
+               int threads,
+               size_t shared_bytes,
+               bool overlaps_previous,
+               ChunkFwdParams const& params,
+               Maps const& maps,
+               int device,
+               cudaStream_t stream,
+               char const* what) {
+  static std::atomic<uint64_t> allowed{0};
+  size_t const limit = std::max(shared_bytes, kMoreThanHalfOfAnSm);
+  if (Failure f = allow_shared_memory(kernel, limit, device, allowed); !f.empty()) return f;
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = overlaps_previous ? 1 : 0;
+  return failure_of(what, cudaLaunchKernelEx(&config, kernel, params, maps));
+}
+
+Failure check_encoded() {
+  int const error = take_encode_error();
+  if (error == 0) return {};
+  return "a TMA descriptor could not be encoded (driver error " + std::to_string(error) + ")";
+}
+
+constexpr size_t kSharedMemoryOfAnSm = 227 * 1024;
+
+template <class Arch, int C, class GateT>
+Failure prepare_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
+  using Config = PrepareConfig<Arch, C, GateT>;
+  static_assert(sizeof(PrepareStorage<Config>) <= kSharedMemoryOfAnSm);
+  cute::SM90_TMA_LOAD const load;
+  PrepareMaps<Config> const maps{make_token_map<bf16, C, kHeadDim>(load, p.q, p.num_tokens, p.num_heads),
+                                 make_token_map<bf16, C, kHeadDim>(load, p.k, p.num_tokens, p.num_heads),
+                                 make_token_map<GateT, C, kHeadDim>(load, p.g, p.num_tokens, p.value_heads)};
+  if (Failure f = check_encoded(); !f.empty()) return f;
+  dim3 const grid(static_cast<unsigned>(num_slots<C>(p.num_tokens, p.num_seqs)),
+                  static_cast<unsigned>(p.value_heads));
+  return launch(prepare_kernel<Config>, grid, Config::kThreads, sizeof(PrepareStorage<Config>),
+                /*overlaps_previous=*/false, p, maps, device, stream, "prepare");
+}
+
+template <class Arch, int C, int kRowTiles>
+Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
+  using Config = ScanConfig<Arch, C, kRowTiles>;
+  static_assert(sizeof(ScanStorage<Config>) <= kSharedMemoryOfAnSm);
+  ScanMaps<Config> const maps{
+      make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_LOAD{}, p.v, p.num_tokens, p.value_heads),
+      make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_STORE{}, p.out, p.num_tokens, p.value_heads)};
+  if (Failure f = check_encoded(); !f.empty()) return f;
+  dim3 const grid(static_cast<unsigned>(p.num_seqs) * static_cast<unsigned>(p.value_heads) *
+                  (kHeadDim / Config::kValues));
+  // With no more CTAs than SMs each should have an SM of its own, but a grid that starts while the
+  // previous one drains fills the first free SM twice: take more than half of its shared memory.
+  size_t const shared = sizeof(ScanStorage<Config>);
+  bool const spread = static_cast<int>(grid.x) <= num_sms(device);
+  return launch(scan_kernel<Config>, grid, Config::kThreads,
+                spread ? std::max(shared, kMoreThanHalfOfAnSm) : shared,
+                /*overlaps_previous=*/true, p, maps, device, stream, "scan");
+}
+
+template <class Arch, int C>
+Failure run(ChunkFwdParams const& p, int device, cudaStream_t stream) {
+  if (p.num_tokens > 0) {
+    Failure f = p.g_dtype == Dtype::kFloat32 ? prepare_chunks<Arch, C, float>(p, device, stream)
+                                             : prepare_chunks<Arch, C, bf16>(p, device, stream);
+    if (!f.empty()) return f;
+  }
+  // Both halves of V in one CTA cost 1.5 to 1.6 times the step of one half alone, so halves apart
+  // win while every one of them has an SM to itself (csrc/README.md has the measurements).
+  bool const apart = 2 * int64_t{p.num_seqs} * p.value_heads <= num_sms(device);
+  return apart ? scan_chunks<Arch, C, 1>(p, device, stream) : scan_chunks<Arch, C, 2>(p, device, stream);
+}
+
+}  // namespace
+
+template <class Arch>
+Failure launch_chunk_fwd(ChunkFwdParams const& p, int device, void* stream) {
+  auto const s = static_cast<cudaStream_t>(stream);
+  return p.gate_is_bounded ? run<Arch, 32>(p, device, s) : run<Arch, 16>(p, device, s);
+}
+
+template Failure launch_chunk_fwd<FLASHKDA_ARCH>(ChunkFwdParams const&, int, void*);
+
+}  // namespace flashkda

@@ -1,0 +1,84 @@
+"""From a validated call of the chunked form to the implementation that runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _backend, _native
+from ._validate import requires_grad
+
+# q, k, v, g, beta, A_log, dt_bias, initial_state
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def select_chunk(
+    tensors: Tensors, cu_seqlens: Tensor | None, final_state: Tensor | None, forced: str | None
+) -> _backend.Backend:
+    """The implementation that serves a call. Looks at metadata only."""
+    q, _, v, g, beta, _, _, initial_state = tensors
+
+    def refusal() -> str | None:
+        states = (initial_state, final_state)
+        return _native.refusal(q, v, g, beta, cu_seqlens, states, requires_grad(*tensors))
+
+    return _backend.select(q.device, forced, refusal)
+
+
+def _is_traced(q: Tensor) -> bool:
+    """There is no data yet, perhaps another device later: the operator chooses when it runs."""
+    return q.is_cuda and (torch.compiler.is_compiling() or type(q) is not Tensor)
+
+
+def chunk_with_grad(
+    tensors: Tensors,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    output_final_state: bool,
+    options: tuple[Any, ...],
+    forced: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Runs the call so that autograd can follow it: on the PyTorch path."""
+    if _is_traced(tensors[0]):
+        _backend.check_forced(forced)
+        if forced == "cuda":
+            raise RuntimeError(f"backend: 'cuda' can't serve this call: {_native.NO_BACKWARD}")
+    else:
+        chosen = select_chunk(tensors, cu_seqlens, None, forced)
+        _backend.warn_of_fallback(chosen, tensors[0].device, forced, stacklevel=4)
+    boundaries = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    result: tuple[Tensor, Tensor] = torch.ops.flashkda.chunk(
+        *tensors, boundaries, output_final_state, *options
+    )
+    return result
+
+
+def chunk_out(
+    tensors: Tensors,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    out: Tensor,
+    final_state: Tensor | None,
+    options: tuple[Any, ...],
+    gate_is_bounded: bool,
+    forced: str | None,
+) -> bool:
+    """Runs the call without autograd; whether the kernels did it here and now."""
+    if _is_traced(tensors[0]):
+        _backend.check_forced(forced)
+        backend = forced
+    else:
+        chosen = select_chunk(tensors, cu_seqlens, final_state, forced)
+        backend = chosen.name
+        if backend == "cuda":
+            _native.chunk_out(*tensors, cu_seqlens, out, final_state, *options, gate_is_bounded)
+            return True
+        _backend.warn_of_fallback(chosen, tensors[0].device, forced, stacklevel=4)
+    if backend == "torch" and cu_seqlens_cpu is not None:
+        cu_seqlens = cu_seqlens_cpu  # saves a wait for the device
+    torch.ops.flashkda.chunk_out(
+        *tensors, cu_seqlens, out, final_state, *options, gate_is_bounded, backend
+    )
+    return False

@@ -1,0 +1,59 @@
+"""Combinations of flags that passed the checks before: the next call goes straight to the kernels.
+
+Checking every argument of a call costs more time on the host than two launches. Flags are checked
+once for each combination, kept here; the tensors of a call are looked at by the operator itself,
+which declines what it can't serve as it is, so that the checks then say what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _native
+
+_MAX_REMEMBERED = 4096
+_options: dict[Hashable, tuple[Any, ...]] = {}
+
+
+def _key(flags: tuple[Any, ...]) -> Hashable:
+    return flags, tuple(map(type, flags))  # True is not 1
+
+
+def find(q: Tensor, others: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The operator's options for known flags, if the call may go straight to the kernels."""
+    if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
+        return None
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *others)):
+        return None
+    try:
+        return _options.get(_key(flags))
+    except TypeError:  # nothing to hash: the checks will say so
+        return None
+
+
+def remember(flags: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    """Keeps flags that passed all checks in a call that the kernels served."""
+    if len(_options) >= _MAX_REMEMBERED:
+        _options.clear()
+    _options[_key(flags)] = options
+
+
+def run(tensors: tuple[Any, ...], *options: Any) -> tuple[Tensor, Tensor] | None:
+    """Outputs and final states (q to cu_seqlens of the operator); None if it declines the call."""
+    try:
+        results: tuple[Tensor, Tensor] = torch.ops.flashkda.chunk_native.default(*tensors, *options)
+    except (RuntimeError, TypeError):  # the checked way finds the words for it
+        return None
+    return results
+
+
+def run_into(out: Any, final_state: Any, tensors: tuple[Any, ...], *options: Any) -> bool:
+    """Whether the kernels took the call and wrote its results."""
+    try:
+        return _native.operator(*tensors, out, final_state, *options)
+    except (RuntimeError, TypeError):
+        return False

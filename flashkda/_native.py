@@ -1,0 +1,220 @@
+"""The CUDA kernels: their library, what they serve, and the call.
+
+Nothing here raises at import: a library that is missing or does not load is a reason, which
+:func:`flashkda.backend` gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ABI = 1  # csrc/flashkda.h: flashkda_abi()
+HEAD_DIM = 128  # K and V
+MAX_VALUE_HEADS = 65535  # of a CUDA grid
+ALIGNMENT = 16  # bytes, of what TMA reads and writes
+_GATE_DTYPES = (torch.bfloat16, torch.float32)
+
+NO_LIBRARY = "this build of flashkda holds no CUDA kernels, so the PyTorch path serves every device"
+NOTHING_TO_COMPUTE = "the call has no tokens or no sequences, so there is nothing to compute"
+NO_BACKWARD = "the CUDA kernels have no backward pass yet, and an input requires grad"
+NO_DECODE = "there is no CUDA kernel for decoding yet"
+
+
+# --- the library ---------------------------------------------------------------------------------
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The C library, with the operator attached to torch; or None and the reason."""
+    folder = Path(__file__).parent
+    binding = folder / "libflashkda_torch.so"
+    if not binding.exists():
+        return None, NO_LIBRARY
+    try:
+        # The binding first: it leads to the kernels, which ctypes then finds in the process.
+        torch.ops.load_library(binding)
+        library = ctypes.CDLL(str(folder / "libflashkda_cuda.so"))
+        abi = library.flashkda_abi()
+        library.flashkda_build_info.restype = ctypes.c_char_p
+        library.flashkda_probe.restype = ctypes.c_char_p
+    except (OSError, RuntimeError, AttributeError) as error:
+        cause = error.__cause__ or error
+        return None, f"the library of the CUDA kernels failed to load: {cause}"
+    if abi != _ABI:
+        return None, (
+            f"the library of the CUDA kernels belongs to another version of flashkda (its ABI is "
+            f"{abi}, this package needs {_ABI})"
+        )
+    return library, ""
+
+
+_library, _reason = _load()
+
+
+def build_info() -> dict[str, str] | None:
+    """What the kernels were built with; None without them."""
+    if _library is None:
+        return None
+    names = ("version", "architectures", "cudart", "nvcc")
+    return dict(zip(names, _library.flashkda_build_info().decode().split(";"), strict=True))
+
+
+_variants: dict[int, str] = {}
+
+
+def probe(device_index: int) -> tuple[str | None, str]:
+    """The variant of the kernels that serves a CUDA device; or None and the reason, a sentence."""
+    variant = _variants.get(device_index)
+    if variant is not None:
+        return variant, ""
+    if _library is None:
+        return None, _reason
+    if not torch.cuda.is_available():
+        return None, "torch finds no CUDA device (torch.cuda.is_available() is False)"
+    message = ctypes.create_string_buffer(512)
+    found = _library.flashkda_probe(device_index, message, ctypes.c_size_t(len(message)))
+    if found is None:
+        return None, f"the CUDA kernels can't serve cuda:{device_index}: {message.value.decode()}"
+    # Failures are asked again: a driver may yet come up.
+    _variants[device_index] = found.decode()
+    return _variants[device_index], ""
+
+
+# --- what the kernels serve ----------------------------------------------------------------------
+
+
+def refusal(
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    states: tuple[Tensor | None, ...],
+    needs_grad: bool,
+) -> str | None:
+    """Why the kernels can't serve a valid call of ``chunk_kda`` on a device that they serve.
+
+    A pure function of metadata; None if they can.
+    """
+    if needs_grad:
+        return NO_BACKWARD
+    if q.dtype != torch.bfloat16:
+        return f"the CUDA kernels take bfloat16 q, k and v, not {_name(q.dtype)}"
+    for name, x in (("g", g), ("beta", beta)):
+        if x.dtype not in _GATE_DTYPES:
+            return f"the CUDA kernels take {name} in bfloat16 or float32, not {_name(x.dtype)}"
+    if q.shape[3] != HEAD_DIM or v.shape[3] != HEAD_DIM:
+        return (
+            f"the CUDA kernels take head dimensions K = V = {HEAD_DIM}, not K = {q.shape[3]}, "
+            f"V = {v.shape[3]}"
+        )
+    if v.shape[2] > MAX_VALUE_HEADS:
+        return f"the CUDA kernels take up to {MAX_VALUE_HEADS} value heads, not {v.shape[2]}"
+    for state in states:
+        if state is not None and state.dtype not in _GATE_DTYPES:
+            return f"the CUDA kernels take states in bfloat16 or float32, not {_name(state.dtype)}"
+    if q.shape[0] * q.shape[1] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
+        return NOTHING_TO_COMPUTE
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- the call ------------------------------------------------------------------------------------
+
+
+def fits(x: Tensor) -> bool:
+    """Whether TMA can read ``[B, T, heads, 128]`` as rows of tokens where it lies."""
+    if x.data_ptr() % ALIGNMENT != 0:
+        return False
+    if x.is_contiguous():
+        return True
+    batch, tokens, heads, dim = x.shape
+    by_batch, by_token, by_head, by_element = x.stride()
+    if by_element != 1 or (heads > 1 and by_head != dim):
+        return False
+    row = by_token if tokens > 1 else by_batch  # a dimension of size 1 has no stride
+    if batch > 1 and tokens > 1 and by_batch != tokens * by_token:
+        return False
+    # Rows that overlap are left to a copy.
+    return (batch * tokens == 1 or row >= heads * dim) and row * x.itemsize % ALIGNMENT == 0
+
+
+def _fit(x: Tensor) -> Tensor:
+    # Not .contiguous(): that keeps a dense tensor at an unaligned address.
+    return x if fits(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _fit_beta(beta: Tensor) -> Tensor:
+    """``[B, T, HV]`` with any strides, as long as the rows of a batch follow each other."""
+    if beta.shape[0] == 1 or beta.is_contiguous():
+        return beta
+    if beta.shape[1] == 1 or beta.stride(0) == beta.shape[1] * beta.stride(1):
+        return beta
+    return beta.contiguous()
+
+
+def _parameter(x: Tensor | None) -> Tensor | None:
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
+        return x
+    return x.to(torch.float32).contiguous()
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    if x is None or (x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def operator(*args: Any) -> bool:
+    """The kernels on tensors as they are; False, and nothing is done, if they can't take them."""
+    served: bool = torch.ops.flashkda.chunk_native_out.default(*args)
+    return served
+
+
+def chunk_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    final_state: Tensor | None,
+    *options: Any,
+) -> None:
+    """The kernels on a call that they serve; a tensor whose layout TMA can't take is copied."""
+    fitted_out = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+    if fitted_out is not out and cu_seqlens is not None:
+        fitted_out.copy_(out)  # rows past the last sequence stay as they are
+    dense_state = _dense(final_state)
+    if initial_state is final_state:
+        initial_state = dense_state
+    served = operator(
+        _fit(q),
+        _fit(k),
+        _fit(v),
+        _fit(g),
+        _fit_beta(beta),
+        _parameter(A_log),
+        _parameter(dt_bias),
+        _dense(initial_state),
+        _dense(cu_seqlens),
+        fitted_out,
+        dense_state,
+        *options,
+    )
+    assert served, "the kernels declined a call that was fitted to them"
+    if fitted_out is not out:
+        out.copy_(fitted_out)
+    if final_state is not None and dense_state is not None and dense_state is not final_state:
+        final_state.copy_(dense_state)
