@@ -23,9 +23,13 @@ def _key(flags: tuple[Any, ...]) -> Hashable:
     return flags, tuple(map(type, flags))  # True is not 1
 
 
+def _is_on_gpu(q: Any) -> bool:
+    return type(q) is Tensor and q.is_cuda  # a subclass may have a say in what an operator does
+
+
 def find(q: Tensor, others: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The operator's options for known flags, if the call may go straight to the kernels."""
-    if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
+    if torch.compiler.is_compiling() or not _is_on_gpu(q):
         return None
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *others)):
         return None

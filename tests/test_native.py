@@ -221,7 +221,7 @@ def served_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     served = _backend.Backend("cuda", "the kernels of this test serve every device")
     monkeypatch.setattr(_backend, "_served", {torch.device("cpu"): served})
     monkeypatch.setattr(_native, "chunk_out", lambda *args: calls.append(args))
-    monkeypatch.setattr(_known, "_plans", {})
+    monkeypatch.setattr(_known, "_options", {})
     return calls
 
 
@@ -330,11 +330,12 @@ def native(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, ...]:
 
     class Operator:
         @staticmethod
-        def default(*args: Any) -> None:
+        def default(*args: Any) -> bool:
             given.append(args)
             args[9][:, :5] = 1
             if args[10] is not None:
                 args[10].fill_(1)
+            return True
 
     monkeypatch.setattr(torch.ops.flashkda, "chunk_native_out", Operator)
     call = BF16.make()
@@ -416,14 +417,38 @@ def test_ctypes_types_of_the_c_functions() -> None:
 # --- known calls ---------------------------------------------------------------------------------
 
 
+class KnownCalls(list[tuple[Any, ...]]):
+    """What the operators got from known calls; ``declines`` makes them decline."""
+
+    declines: type[Exception] | None = None
+
+    def results(self, *args: Any) -> tuple[Tensor, Tensor]:
+        if self.declines is not None:
+            raise self.declines("no")
+        self.append(args)
+        return torch.empty_like(args[2]), torch.empty(1)
+
+    def into(self, *args: Any) -> bool:
+        if self.declines is not None:
+            return False
+        self.append(args)
+        return True
+
+
 @pytest.fixture
-def recorded(
+def known(
     served_everywhere: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[Any, ...]]:
-    """As ``served_everywhere``; the calls of the operator by known calls are recorded too."""
-    monkeypatch.setattr(_known, "_plans", {})
-    monkeypatch.setattr(_native, "operator", lambda *args: served_everywhere.append(args))
-    return served_everywhere
+) -> tuple[list[tuple[Any, ...]], KnownCalls]:
+    """Calls that took the checked way, and known calls."""
+    calls = KnownCalls()
+
+    class Operator:
+        default = calls.results
+
+    monkeypatch.setattr(_known, "_is_on_gpu", lambda q: type(q) is Tensor)
+    monkeypatch.setattr(torch.ops.flashkda, "chunk_native", Operator)
+    monkeypatch.setattr(_native, "operator", calls.into)
+    return served_everywhere, calls
 
 
 FORMS: dict[str, KdaCase] = SERVED | {
@@ -434,44 +459,58 @@ FORMS: dict[str, KdaCase] = SERVED | {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_known_call_gives_the_kernels_the_same(
-    recorded: list[tuple[Any, ...]], name: str
+    known: tuple[list[tuple[Any, ...]], KnownCalls], name: str
 ) -> None:
+    checked, calls = known
     call = FORMS[name].make()
-    first = flashkda.chunk_kda(**call)
-    assert len(_known._plans) == 1
+    flashkda.chunk_kda(**call)
     second = flashkda.chunk_kda(**call)
-    assert len(_known._plans) == 1
-    slow, fast = recorded
-    for x, y in zip(slow, fast, strict=True):
-        if isinstance(x, Tensor):
-            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
-        else:
-            assert (type(x), x) == (type(y), y)
+    (slow,), (fast,) = checked, calls
     assert all(x is y for x, y in zip(slow[:9], fast[:9], strict=True))  # the inputs
-    assert fast[9] is second[0]
-    assert fast[10] is second[1]
-    assert fast[9] is not first[0]
+    assert fast[9] is call["output_final_state"]
+    assert (*map(type, slow[11:]), *slow[11:]) == (*map(type, fast[10:]), *fast[10:])
+    assert (second[1] is not None) is call["output_final_state"]
 
 
-def test_a_known_fwd(recorded: list[tuple[Any, ...]]) -> None:
+def test_a_known_fwd(known: tuple[list[tuple[Any, ...]], KnownCalls]) -> None:
+    checked, calls = known
     call = BF16.but(state_v_first=True).make()
     order = [call[x] for x in ("q", "k", "v", "g", "beta")]
     out, state = torch.zeros_like(call["v"]), call["initial_state"]
     for _ in range(2):
-        flashkda.fwd(
-            *order, 0.3, out, call["A_log"], call["dt_bias"], -5.0, state, state
-        )  # fmt: skip
-    slow, fast = recorded
-    assert len(_known._plans) == 1
-    assert len(slow) == len(fast)
+        flashkda.fwd(*order, 0.3, out, call["A_log"], call["dt_bias"], -5.0, state, state)
+    (slow,), (fast,) = checked, calls
     assert all(x is y for x, y in zip(slow[:11], fast[:11], strict=True))
     assert slow[11:] == fast[11:]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_a_declined_call_takes_the_checked_way(
+    known: tuple[list[tuple[Any, ...]], KnownCalls], error: type[Exception]
+) -> None:
+    checked, calls = known
+    call = BF16.but(state_v_first=True).make()
+    order = [call[x] for x in ("q", "k", "v", "g", "beta")]
+    into = (0.3, torch.zeros_like(call["v"]), call["A_log"], call["dt_bias"], -5.0)
+    flashkda.chunk_kda(**call)
+    flashkda.fwd(*order, *into)
+    calls.declines = error
+    flashkda.chunk_kda(**call)
+    flashkda.fwd(*order, *into)
+    assert len(checked) == 4
+    assert calls == []
+
+
+def test_an_operator_that_raises_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*args: Any) -> bool:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(_native, "operator", raises)
+    assert not _known.run_into(None, None, ())
+
+
 DIFFERENT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "a flag that is no bool": lambda call: {"use_qk_l2norm_in_kernel": 1},
-    "another dtype": lambda call: {"k": call["k"].float()},
-    "another shape": lambda call: {"beta": call["beta"][:, :-1]},
     "no tensor": lambda call: {"q": None},
     "a list": lambda call: {"chunk_size": [16]},
     "a bound out of range": lambda call: {"lower_bound": -6.0},
@@ -483,73 +522,42 @@ DIFFERENT: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_checks_are_not_skipped_for_another_call(
-    recorded: list[tuple[Any, ...]], name: str
+def test_checks_are_not_skipped_for_other_flags(
+    known: tuple[list[tuple[Any, ...]], KnownCalls], name: str
 ) -> None:
     call = BF16.make()
     flashkda.chunk_kda(**call)
-    flashkda.chunk_kda(**call, out=torch.zeros_like(call["v"]))
     with torch.no_grad(), pytest.raises((TypeError, ValueError, NotImplementedError)):
         flashkda.chunk_kda(**(call | DIFFERENT[name](call)))
-    assert len(recorded) == 2
+    assert known[1] == []
 
 
-def test_gradients_are_not_lost_in_a_known_call(recorded: list[tuple[Any, ...]]) -> None:
+def test_gradients_are_not_lost_in_a_known_call(
+    known: tuple[list[tuple[Any, ...]], KnownCalls],
+) -> None:
     call = BF16.make()
     flashkda.chunk_kda(**call)
     with pytest.raises(RuntimeError, match="backward"):
         flashkda.chunk_kda(**(call | {"v": call["v"].requires_grad_()}), backend="cuda")
     with torch.no_grad():
-        for _ in range(2):
-            flashkda.chunk_kda(**call)
-    with pytest.raises(RuntimeError, match="backward"):
-        flashkda.chunk_kda(**call, backend="cuda")
-    assert len(recorded) == 3
-
-
-def test_an_odd_address_is_seen_in_a_known_call(
-    recorded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[tuple[Any, ...]] = []
-    call = BF16.make()
-    flashkda.chunk_kda(**call)
-    monkeypatch.setattr(_native, "chunk_out", lambda *args: copied.append(args))
-    flashkda.chunk_kda(**call)
-    assert copied == []
-    k = call["k"]
-    odd = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape).copy_(k)
-    flashkda.chunk_kda(**(call | {"k": odd}))
-    assert len(copied) == 1
-    assert copied[0][1] is odd
-
-
-def test_a_layout_that_needs_a_copy_always_gets_it(
-    recorded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(_native, "chunk_out", lambda *args: copied.append(args))
-    call = BF16.make()
-    call["q"] = call["q"].transpose(1, 2).contiguous().transpose(1, 2)
-    for _ in range(3):
         flashkda.chunk_kda(**call)
-    assert len(copied) == 3
-    assert recorded == []
+    assert len(known[1]) == 1
 
 
-def test_known_calls_are_bounded(
-    recorded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+def test_known_flags_are_bounded(
+    known: tuple[list[tuple[Any, ...]], KnownCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_known, "_MAX_PLANS", 3)
-    for tokens in range(1, 9):
-        flashkda.chunk_kda(**BF16.but(T=tokens).make())
-        assert len(_known._plans) <= 3
+    monkeypatch.setattr(_known, "_MAX_REMEMBERED", 3)
+    for step in range(1, 9):
+        flashkda.chunk_kda(**(BF16.make() | {"scale": float(step)}))
+        assert len(_known._options) <= 3
 
 
 def test_the_other_path_is_never_kept() -> None:
-    before = len(_known._plans)
+    before = len(_known._options)
     flashkda.chunk_kda(**BF16.make())
     flashkda.chunk_kda(**KdaCase(T=20).make())
-    assert len(_known._plans) == before
+    assert len(_known._options) == before
 
 
 # --- what the commands say -----------------------------------------------------------------------
@@ -568,14 +576,14 @@ def test_doctor_says_how_the_kernels_were_built(
 
 
 def test_selftest_covers_the_kernels_where_they_serve(
-    recorded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    served_everywhere: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = list(_selftest.kernel_cases())
     assert len({case.name for case in kernels}) == len(kernels)
     monkeypatch.setattr(_selftest, "cases", lambda float64: [])
     # The kernels of this test compute nothing, and the self-test must see it.
     assert cli.main(["selftest", "--device", "cpu"]) == 1
-    assert len(recorded) == len(kernels)
+    assert len(served_everywhere) == len(kernels)
 
 
 def test_the_gpu_benchmark_needs_kernels(
