@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import flashkda
 from flashkda import cli
 from flashkda._progress import Progress
 from flashkda._selftest import recurrence
-from flashkda.bench import _forward, _memory, _report
+from flashkda.bench import _forward, _gpu, _memory, _report
 from flashkda.bench._report import markdown_table
 
 SMALL = [
@@ -161,3 +162,38 @@ def test_progress_of_short_work_is_silent() -> None:
     with Progress("work", 4, stream=stream) as progress:
         progress.advance(2)
     assert stream.getvalue() == ""
+
+
+def gpu_command(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float]) -> None:
+    """``bench gpu`` as on a machine with kernels, its measurements replaced."""
+    main = "flashkda.bench.__main__"
+    monkeypatch.setattr(f"{main}.backend", lambda device: flashkda.Backend("cuda", "a test"))
+    monkeypatch.setattr(f"{main}.torch.cuda.get_device_name", lambda: "a card")
+    rows = [_gpu.Row("1x8192 H96", gate, 0.5, 0.4, 0.6) for gate in ("fast", "slow")]
+    monkeypatch.setattr(_gpu, "errors", lambda: errors)
+    monkeypatch.setattr(_gpu, "run", lambda shapes, repeats: (rows, 12.5))
+
+
+def test_gpu_times_are_printed_beside_their_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_command(monkeypatch, {"fast": 3e-3, "slow": 4e-3})
+    assert cli.main(["bench", "gpu", "--quick"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("a card", "0.5000", "0.4000 to 0.6000", "12.5 us", "fast gate 3.0e-03"):
+        assert text in printed
+    assert cli.main(["bench", "gpu", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["host_us"] == 12.5
+    assert [row["gate"] for row in result["forward"]] == ["fast", "slow"]
+
+
+@pytest.mark.parametrize("error", [0.1, float("nan")])
+def test_no_gpu_time_is_printed_for_a_wrong_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: float
+) -> None:
+    gpu_command(monkeypatch, {"fast": 3e-3, "slow": error})
+    assert cli.main(["bench", "gpu"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "wrong results, no times" in captured.err

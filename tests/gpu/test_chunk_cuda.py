@@ -77,14 +77,15 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.mark.parametrize("gate", ["fast", "softplus", "log"])
 def test_the_kernels_are_what_runs(gate: str) -> None:
-    """Forced or not, first or later: the native operator, once, and nothing else of flashkda."""
+    """Forced or not, first or later: a native operator, once, and nothing else of flashkda."""
     call = CASE.but(gate=gate).make(DEVICE)
     assert flashkda.explain(**call).name == "cuda"
     assert flashkda.explain(**call, backend="cuda").name == "cuda"
     results = []
     for backend in ("cuda", None, "cuda", None):
         calls = record(lambda b=backend: results.append(flashkda.chunk_kda(**call, backend=b)))
-        assert [x[0].name() for x in calls] == ["flashkda::chunk_native_out"]
+        (operator,) = (x[0].name() for x in calls)
+        assert operator in {"flashkda::chunk_native", "flashkda::chunk_native_out"}
     assert all(same(x, results[0]) for x in results)
 
 
