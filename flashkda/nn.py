@@ -7,13 +7,14 @@ Parameter names, shapes and initialisation are those of the layer in flash-linea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flashkda._cache import KDACache, LayerState
+from flashkda._conv import PackedConvRows, ShortConvolution
 from flashkda.ops import chunk_kda, fused_recurrent_kda
 
 __all__ = ["GatedRMSNorm", "KDACache", "KimiDeltaAttention", "LayerState", "ShortConvolution"]
@@ -23,228 +24,6 @@ _DT_MIN, _DT_MAX, _DT_FLOOR = 1e-3, 1e-1, 1e-4
 _A_MIN, _A_MAX = 1.0, 16.0
 _MAX_HEAD_DIM = 256
 _INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-@dataclass
-class LayerState:
-    """What one layer keeps between calls, one row per sequence.
-
-    Attributes:
-        recurrent: state of the recurrence [N, HV, V, K], float32 (float64 for float64 inputs).
-        conv: the last W - 1 inputs of the three convolutions, for q, k and v [N, W - 1, channels];
-            empty without short convolutions.
-        seen_tokens: positions consumed so far, padding included.
-    """
-
-    recurrent: Tensor
-    conv: tuple[Tensor, ...]
-    seen_tokens: int
-
-
-class KDACache:
-    """States of every layer of a model, kept by ``layer_idx``, for prefill and decode.
-
-    The size does not depend on the number of tokens. States computed while gradients are recorded
-    stay attached to the graph; :meth:`detach_` cuts them off.
-    """
-
-    def __init__(self) -> None:
-        self._layers: dict[int, LayerState] = {}
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __repr__(self) -> str:
-        seen = {idx: state.seen_tokens for idx, state in sorted(self._layers.items())}
-        return f"KDACache(seen_tokens={seen})"
-
-    def get(self, layer_idx: int) -> LayerState | None:
-        """Returns the state of a layer, or None before its first call."""
-        return self._layers.get(layer_idx)
-
-    def update(self, layer_idx: int, state: LayerState) -> None:
-        """Replaces the state of a layer."""
-        self._layers[layer_idx] = state
-
-    def seen_tokens(self, layer_idx: int = 0) -> int:
-        """Number of positions a layer has consumed, padding included; 0 before its first call."""
-        state = self._layers.get(layer_idx)
-        return 0 if state is None else state.seen_tokens
-
-    def select(self, indices: Tensor) -> KDACache:
-        """Returns a new cache with the sequences at ``indices`` [M], in that order.
-
-        A copy: for beam search, to fork a prefix, or to drop finished sequences.
-        """
-        out = KDACache()
-        for idx, state in self._layers.items():
-            rows = indices.to(state.recurrent.device)
-            out.update(
-                idx,
-                LayerState(
-                    recurrent=state.recurrent.index_select(0, rows),
-                    conv=tuple(c.index_select(0, rows) for c in state.conv),
-                    seen_tokens=state.seen_tokens,
-                ),
-            )
-        return out
-
-    def clone(self) -> KDACache:
-        """Returns a copy that later calls do not change."""
-        out = KDACache()
-        for idx, state in self._layers.items():
-            conv = tuple(c.clone() for c in state.conv)
-            out.update(idx, LayerState(state.recurrent.clone(), conv, state.seen_tokens))
-        return out
-
-    def detach_(self) -> KDACache:
-        """Cuts the states off the autograd graph (truncated backpropagation through time)."""
-        for state in self._layers.values():
-            state.recurrent = state.recurrent.detach()
-            state.conv = tuple(c.detach() for c in state.conv)
-        return self
-
-    def reset(self) -> None:
-        """Forgets everything."""
-        self._layers.clear()
-
-
-@dataclass(frozen=True)
-class _PackedConvRows:
-    """Row numbers that turn a packed batch into one long sequence with room for the state.
-
-    Every sequence is preceded by W - 1 rows of state (zeros without one). A last block of W - 1
-    rows does the same for the rows past ``cu_seqlens[-1]``, which belong to no sequence. All of it
-    is computed on the device of ``cu_seqlens``, which is never read on the host.
-    """
-
-    num_seqs: int  # N
-    extended: Tensor  # [(N + 1) * (W - 1) + T]: where each row of (states, padding, tokens) goes
-    outputs: Tensor  # [T]: the output row of each token, counted from the first full window
-    states: Tensor  # [N * (W - 1)]: the last W - 1 rows of every extended sequence
-
-    @staticmethod
-    def build(cu_seqlens: Tensor, num_tokens: int, width: int) -> _PackedConvRows:
-        cu = cu_seqlens.long()
-        num_seqs, history = cu.shape[0] - 1, width - 1
-        token = torch.arange(num_tokens, device=cu.device)
-        lag = torch.arange(history, device=cu.device)
-        # Number of the sequence that each token belongs to; num_seqs for rows past the end.
-        seq = torch.searchsorted(cu[1:].contiguous(), token, right=True)
-        state_block = torch.arange(num_seqs + 1, device=cu.device) * history
-        return _PackedConvRows(
-            num_seqs=num_seqs,
-            extended=torch.cat(
-                [((cu + state_block)[:, None] + lag).flatten(), token + (seq + 1) * history]
-            ),
-            outputs=token + seq * history,
-            states=((cu[1:] + state_block[:-1])[:, None] + lag).flatten(),
-        )
-
-
-class ShortConvolution(nn.Module):
-    """Depthwise causal convolution over tokens, then SiLU.
-
-    y_t = silu(bias + sum_i weight_i x_{t - W + 1 + i}), accumulated in float32 at least. It is the
-    same sum in the same order for any cut of a sequence, so prefill, chunked prefill and decode
-    agree to the bit.
-
-    Args:
-        hidden_size: number of channels D.
-        kernel_size: width W >= 1.
-        bias: whether there is a bias per channel.
-        device: where the parameters live.
-        dtype: of the parameters.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        kernel_size: int,
-        bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.kernel_size = kernel_size
-        self.weight = nn.Parameter(
-            torch.empty(hidden_size, 1, kernel_size, device=device, dtype=dtype)
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(W), as torch's own convolutions."""
-        bound = 1 / math.sqrt(self.kernel_size)
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
-
-    def extra_repr(self) -> str:
-        """Sizes, for ``repr``."""
-        return f"{self.hidden_size}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
-
-    def forward(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Convolves each sequence, starting from its state.
-
-        Args:
-            x: inputs [B, T, D]; B is 1 with ``cu_seqlens``.
-            state: the W - 1 inputs before the first token [N, W - 1, D]; None means zeros.
-            cu_seqlens: boundaries of packed sequences [N + 1].
-
-        Returns:
-            Outputs [B, T, D] and the new state [N, W - 1, D]. With ``cu_seqlens``, outputs of rows
-            past its end mean nothing.
-        """
-        rows = None
-        if cu_seqlens is not None:
-            rows = _PackedConvRows.build(cu_seqlens, x.shape[1], self.kernel_size)
-        return self._convolve(x, state, rows)
-
-    def _convolve(
-        self, x: Tensor, state: Tensor | None, rows: _PackedConvRows | None
-    ) -> tuple[Tensor, Tensor]:
-        batch, num_tokens, channels = x.shape
-        history = self.kernel_size - 1
-        num_seqs = batch if rows is None else rows.num_seqs
-        if state is None:
-            state = x.new_zeros(num_seqs, history, channels)
-        elif tuple(state.shape) != (num_seqs, history, channels):
-            raise ValueError(
-                f"state: expected shape {(num_seqs, history, channels)}, got {tuple(state.shape)}"
-            )
-        state = state.to(x.dtype)
-        if rows is None:
-            extended = torch.cat([state, x], dim=1)
-            # A copy, so that the state does not keep the whole sequence in memory.
-            return self._windows(extended), extended[:, num_tokens:].clone()
-        padding = x.new_zeros(history, channels)
-        source = torch.cat([state.flatten(0, 1), padding, x[0]])
-        extended = torch.empty_like(source).index_copy(0, rows.extended, source)
-        y = self._windows(extended[None])[0].index_select(0, rows.outputs)
-        return y[None], extended.index_select(0, rows.states).unflatten(0, (num_seqs, history))
-
-    def _windows(self, extended: Tensor) -> Tensor:
-        # [B, W - 1 + L, D] -> [B, L, D]. Shifted sums: on the CPU several times faster than
-        # conv1d in bfloat16 and for short inputs, and they never depend on the length.
-        length = extended.shape[1] - self.kernel_size + 1
-        wide = torch.promote_types(extended.dtype, torch.float32)
-        weight, xs = self.weight.to(wide), extended.to(wide)
-        y = xs[:, :length] * weight[:, 0, 0]
-        for i in range(1, self.kernel_size):
-            y = torch.addcmul(y, xs[:, i : i + length], weight[:, 0, i])
-        if self.bias is not None:
-            y = y + self.bias
-        return F.silu(y).to(extended.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -472,11 +251,11 @@ class KimiDeltaAttention(nn.Module):
         if self.use_short_conv:
             rows = None
             if cu_seqlens is not None:
-                rows = _PackedConvRows.build(cu_seqlens, x.shape[1], self.conv_size)
+                rows = PackedConvRows.build(cu_seqlens, x.shape[1], self.conv_size)
             before = (None, None, None) if layer_state is None else layer_state.conv
-            q, q_state = self.q_conv1d._convolve(q, before[0], rows)
-            k, k_state = self.k_conv1d._convolve(k, before[1], rows)
-            v, v_state = self.v_conv1d._convolve(v, before[2], rows)
+            q, q_state = self.q_conv1d.convolve(q, before[0], rows)
+            k, k_state = self.k_conv1d.convolve(k, before[1], rows)
+            v, v_state = self.v_conv1d.convolve(v, before[2], rows)
             states = (q_state, k_state, v_state)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
