@@ -33,7 +33,16 @@ ensure_build_tools() {
   "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11' 'cmake>=3.24' 'ninja>=1.10'
   # Its headers are all that is used: not the Python packages that it asks for.
   "$1" -m pip install --quiet --no-deps nvidia-cutlass==4.2.0.0
-  [ -n "${CUDACXX:-}${CUDA_HOME:-}" ] || command -v nvcc >/dev/null || ensure_nvcc "$1"
+  has_nvcc || ensure_nvcc "$1"
+}
+
+# has_nvcc: whether an nvcc that CMake takes is there (12.9 or newer).
+has_nvcc() {
+  local nvcc
+  for nvcc in "${CUDACXX:-}" "${CUDA_HOME:-}/bin/nvcc" nvcc; do
+    "$nvcc" --version 2>/dev/null | grep -Eq ', V(12\.9|1[3-9]|[2-9][0-9])' && return
+  done
+  return 1
 }
 
 # ensure_nvcc PYTHON: the CUDA compiler from Python packages, where CMake finds it.

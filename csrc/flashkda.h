@@ -9,7 +9,7 @@ extern "C" {
 // Raised when the layout of ChunkFwdParams or the meaning of a function changes.
 int flashkda_abi();
 
-// "version;architectures;cudart", for `flashkda doctor`.
+// "version;architectures;cudart;nvcc", for `flashkda doctor`.
 char const* flashkda_build_info();
 
 // Whether a device can be served: its variant ("hopper", "blackwell"), or null and the reason in

@@ -17,7 +17,7 @@ Failure failure_of(char const* what, cudaError_t error) {
   return std::string(what) + ": " + cudaGetErrorString(error);
 }
 
-constexpr size_t kMoreThanHalfOfAnSm = 116 * 1024;
+constexpr size_t kMoreThanHalfOfAnSm = std::min(116 * 1024, FLASHKDA_ARCH::kSharedMemory);
 
 int num_sms(int device) {
   static std::array<std::atomic<int>, 64> known = {};
@@ -75,12 +75,10 @@ Failure check_encoded() {
   return "a TMA descriptor could not be encoded (driver error " + std::to_string(error) + ")";
 }
 
-constexpr size_t kSharedMemoryOfAnSm = 227 * 1024;
-
 template <class Arch, int C, class GateT>
 Failure prepare_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
   using Config = PrepareConfig<Arch, C, GateT>;
-  static_assert(sizeof(PrepareStorage<Config>) <= kSharedMemoryOfAnSm);
+  static_assert(sizeof(PrepareStorage<Config>) <= Arch::kSharedMemory);
   cute::SM90_TMA_LOAD const load;
   PrepareMaps<Config> const maps{make_token_map<bf16, C, kHeadDim>(load, p.q, p.num_tokens, p.num_heads),
                                  make_token_map<bf16, C, kHeadDim>(load, p.k, p.num_tokens, p.num_heads),
@@ -95,7 +93,7 @@ Failure prepare_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream)
 template <class Arch, int C, int kRowTiles>
 Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
   using Config = ScanConfig<Arch, C, kRowTiles>;
-  static_assert(sizeof(ScanStorage<Config>) <= kSharedMemoryOfAnSm);
+  static_assert(sizeof(ScanStorage<Config>) <= Arch::kSharedMemory);
   ScanMaps<Config> const maps{
       make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_LOAD{}, p.v, p.num_tokens, p.value_heads),
       make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_STORE{}, p.out, p.num_tokens, p.value_heads)};
@@ -113,13 +111,11 @@ Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
 
 template <class Arch, int C>
 Failure run(ChunkFwdParams const& p, int device, cudaStream_t stream) {
-  if (p.num_tokens > 0) {
-    Failure f = p.g_dtype == Dtype::kFloat32 ? prepare_chunks<Arch, C, float>(p, device, stream)
-                                             : prepare_chunks<Arch, C, bf16>(p, device, stream);
-    if (!f.empty()) return f;
-  }
-  // Both halves of V in one CTA cost 1.5 to 1.6 times the step of one half alone, so halves apart
-  // win while every one of them has an SM to itself (csrc/README.md has the measurements).
+  Failure f = p.g_dtype == Dtype::kFloat32 ? prepare_chunks<Arch, C, float>(p, device, stream)
+                                           : prepare_chunks<Arch, C, bf16>(p, device, stream);
+  if (!f.empty()) return f;
+  // Both halves of V in one CTA have a longer step than one half alone, so halves apart win while every one
+  // of them has an SM to itself (csrc/README.md has the measurements).
   bool const apart = 2 * int64_t{p.num_seqs} * p.value_heads <= num_sms(device);
   return apart ? scan_chunks<Arch, C, 1>(p, device, stream) : scan_chunks<Arch, C, 2>(p, device, stream);
 }

@@ -34,7 +34,8 @@ struct States {
   Dtype dtype;
 };
 
-// One call of the chunked forward pass. Sequences are packed along the token axis.
+// One call of the chunked forward pass. Sequences are packed along the token axis; there is at least one
+// sequence and one token.
 struct ChunkFwdParams {
   int32_t num_seqs;        // N
   int32_t num_heads;       // H, of q and k

@@ -57,6 +57,8 @@ def run(tensors: tuple[Any, ...], *options: Any) -> tuple[Tensor, Tensor] | None
 
 def run_into(out: Any, final_state: Any, tensors: tuple[Any, ...], *options: Any) -> bool:
     """Whether the kernels took the call and wrote its results."""
+    if any(getattr(x, "requires_grad", False) for x in (out, final_state)):
+        return False
     try:
         return _native.operator(*tensors, out, final_state, *options)
     except (RuntimeError, TypeError):

@@ -4,8 +4,8 @@ One operator is opaque to ``torch.compile`` and ``torch.export``. ``chunk`` is f
 differentiable; ``chunk_out`` and ``recurrent_out`` write into tensors of the caller and are not.
 Schemas are defined here, so that they exist whatever the build holds; the PyTorch path is their
 implementation for every device. ``chunk_out`` takes the CUDA kernels where they serve the call.
-``chunk_native_out`` is these kernels alone: the native library attaches the implementation, for
-CUDA, and it wants the layouts that ``_native.chunk_out`` makes.
+``chunk_native`` and ``chunk_native_out`` are these kernels alone: the native library attaches the
+implementation, for CUDA, and it wants the layouts that ``_native.chunk_out`` makes.
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ def chunk_out(
         dense_state,
         *options,
     )
-    assert served, "the kernels declined a call that was fitted to them"
+    if not served:
+        raise RuntimeError("flashkda: the kernels declined a call that was fitted to them")
     if fitted_out is not out:
         out.copy_(fitted_out)
     if final_state is not None and dense_state is not None and dense_state is not final_state:

@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
-# The gate needs at least this much in one token to count as bounded: e^-5 forgets 99.3 %.
+# The strongest bound that chunks of 32 tokens are sized for (csrc/device/record.cuh).
 LOWEST_BOUND = -5.0
 
 _MAX_REMEMBERED = 4096

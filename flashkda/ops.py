@@ -130,13 +130,15 @@ def chunk_kda(
     """
     others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     flags = (
-        A_log is None, dt_bias is None, cu_seqlens is None, cu_seqlens_cpu is None,
+        A_log is None, dt_bias is None, cu_seqlens is None,
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
         return_intermediate_states, state_v_first, cp_context, use_graph, max_num_seqs, backend,
         chunk_size, transpose_state_layout,
     )  # fmt: skip
-    known = None if out is not None else _known.find(q, others, flags)
+    # What flags alone do not settle goes the checked way.
+    is_plain = out is None and cu_seqlens_cpu is None and max_num_seqs is None
+    known = _known.find(q, others, flags) if is_plain else None
     if known is not None:
         results = _known.run((q, *others), output_final_state, *known)
         if results is not None:
@@ -430,7 +432,7 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes of scratch memory that the caller of :func:`fwd` has to provide: none.
 
     Every backend takes what it needs from torch's allocator (the kernels about 930 bytes per token
-    and value head).
+    and up to 30 kB per sequence, for each value head).
 
     Args:
         T_total: tokens of all sequences.
@@ -452,7 +454,7 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
 def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
     """Which implementation a call of :func:`chunk_kda` with these arguments takes, and why.
 
-    Computes nothing. Example: ``flashkda.explain(q, k, v, g, beta, backend=None)``.
+    Runs no kernel. Example: ``flashkda.explain(q, k, v, g, beta, backend=None)``.
 
     Raises:
         TypeError: the arguments are not those of :func:`chunk_kda`.

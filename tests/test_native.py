@@ -501,6 +501,42 @@ def test_a_declined_call_takes_the_checked_way(
     assert calls == []
 
 
+def test_what_flags_do_not_settle_goes_the_checked_way(
+    known: tuple[list[tuple[Any, ...]], KnownCalls],
+) -> None:
+    call = BF16.but(lengths=(5, 15)).make()
+    host = call["cu_seqlens"].cpu()
+    flashkda.chunk_kda(**call, cu_seqlens_cpu=host)
+    with pytest.raises(ValueError, match="cu_seqlens_cpu"):
+        flashkda.chunk_kda(**call, cu_seqlens_cpu=host[:-1])
+    flashkda.chunk_kda(**call, use_graph=True, max_num_seqs=2)
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        flashkda.chunk_kda(**call | {"cu_seqlens": host[:-1]}, use_graph=True, max_num_seqs=2)
+    assert known[1] == []
+
+
+@pytest.mark.parametrize("which", ["out", "state"])
+def test_a_known_fwd_never_overwrites_what_requires_grad(
+    known: tuple[list[tuple[Any, ...]], KnownCalls], which: str
+) -> None:
+    call = BF16.but(state_v_first=True).make()
+    order = [call[x] for x in ("q", "k", "v", "g", "beta")]
+    written = {"out": torch.zeros_like(call["v"]), "state": torch.zeros(1, 2, 128, 128)}
+
+    def fwd() -> None:
+        flashkda.fwd(
+            *order, 0.3, written["out"], call["A_log"], call["dt_bias"], -5.0, None,
+            written["state"],
+        )  # fmt: skip
+
+    with torch.no_grad():
+        fwd()
+        written[which].requires_grad_()
+        with pytest.raises(ValueError, match="does not require grad"):
+            fwd()
+    assert known[1] == []
+
+
 def test_an_operator_that_raises_declines(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(*args: Any) -> bool:
         raise RuntimeError("no")

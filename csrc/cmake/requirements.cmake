@@ -32,7 +32,8 @@ foreach(candidate "$ENV{CUDACXX}" "$ENV{CUDA_HOME}/bin/nvcc" "${nvcc_on_path}" "
   if(candidate)
     execute_process(COMMAND ${candidate} --version OUTPUT_VARIABLE version ERROR_QUIET
                     RESULT_VARIABLE status)
-    if(status EQUAL 0 AND version MATCHES ", V([0-9.]+)")
+    # sm_103a came with 12.9.
+    if(status EQUAL 0 AND version MATCHES ", V([0-9.]+)" AND NOT CMAKE_MATCH_1 VERSION_LESS 12.9)
       set(FLASHKDA_NVCC ${candidate})
       set(FLASHKDA_NVCC_VERSION ${CMAKE_MATCH_1})
       break()
@@ -40,7 +41,7 @@ foreach(candidate "$ENV{CUDACXX}" "$ENV{CUDA_HOME}/bin/nvcc" "${nvcc_on_path}" "
   endif()
 endforeach()
 if(NOT FLASHKDA_NVCC)
-  message(FATAL_ERROR "flashkda: no nvcc found through CUDACXX, CUDA_HOME, PATH or Python packages: \
+  message(FATAL_ERROR "flashkda: no nvcc of 12.9 or newer found through CUDACXX, CUDA_HOME, PATH or Python packages: \
 set one of them, or pip install nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.* \
 nvidia-cuda-cccl==13.0.* nvidia-cuda-runtime==13.0.*, ${without_kernels}")
 endif()

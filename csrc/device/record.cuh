@@ -64,12 +64,12 @@ constexpr int64_t num_slots(int64_t num_tokens, int64_t num_seqs) {
 template <int C>
 struct Blocks {
   static constexpr int kSize = C / 2;
-  // Operands that grow against the decay reach exp(kSize * kClip) times the keys; the operands of the
-  // block products take no stronger decay per token than exp(-kClip). C = 32 serves gates of at least -5,
-  // which the clip never meets; at C = 16 it replaces 0 by exp(-14.5) = 5e-7, far below the rounding of
+  // Operands that grow against the decay must stay finite. C = 32 serves gates of at least -5 (it holds to
+  // -5.4, where exp(16 * 5.4) = 2^124.6). At C = 16, which serves any gate, the operands of the block
+  // products take no stronger decay per token than exp(-kClip): 5e-7 instead of 0, far below the rounding of
   // bf16 even where a state of size 1000 is erased by one token.
-  static constexpr float kClip = C == 32 ? 5.4f : 14.5f;
   static constexpr bool kClips = C == 16;
+  static constexpr float kClip = 14.5f;
   // Prefix decays span 2^-115 (C = 32) or 2^-168 (C = 16) to 1, and rows of raw queries and keys are not
   // normalised yet. Centring the pair (prefix, its inverse) by this power of two keeps both inside the range
   // of bf16, for rows of size 1e-12 to 1e12.

@@ -17,7 +17,8 @@ struct PrepareConfig {
   using GateT = GateT_;
   static constexpr int kThreads = 128;
   static constexpr int kBlock = Blocks<C>::kSize;
-  // Four CTAs fill the shared memory of an SM (C = 32); their loads and stores cover each other.
+  // Four CTAs fill the shared memory of an SM (C = 32, bf16 gates; three with fp32 gates); their loads and
+  // stores cover each other.
   static constexpr int kCtasPerSm = 4;
 };
 
@@ -402,7 +403,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                    __grid_constant__ PrepareMaps<Config> const maps) {
   using namespace prepare;
   constexpr int C = Config::C;
-  extern __shared__ char raw_storage[];
+  extern __shared__ __align__(1024) char raw_storage[];
   auto& smem = *reinterpret_cast<PrepareStorage<Config>*>(raw_storage);
 
   ptx::launch_dependents();  // scan waits for this whole grid before it reads a record

@@ -1,6 +1,6 @@
-// scan: the state through the chunks of one sequence, value head and half of V. Four warps hold the
-// state in fp32 registers, transposed (rows of V, columns of K), as left operand of every product;
-// one thread of them issues the copies, several chunks ahead.
+// scan: the state through the chunks of one sequence, value head and half or all of V. Four warps hold
+// the state in fp32 registers, transposed (rows of V, columns of K), as left operand of every product; one
+// thread each of three warps issues the copies, kStages chunks ahead.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,8 @@ struct ScanConfig {
   // as often from shared memory, which bounds the throughput; 64 have the shorter step.
   static constexpr int kValues = 64 * kRowTiles;
   static constexpr int kThreads = 128;
-  static constexpr int kStages = C == 32 && kRowTiles == 2 ? 2 : 4;  // a power of two
+  static constexpr bool kLarge = kRowTiles == 2 || Arch::kSharedMemory < 227 * 1024;
+  static constexpr int kStages = C == 32 && kLarge ? 2 : 4;  // a power of two
   static constexpr int kCtasPerSm = kRowTiles == 2 ? 2 : 1;
   static_assert((kStages & (kStages - 1)) == 0);
 };
@@ -502,7 +503,7 @@ __device__ __forceinline__ void scan_sequence(ScanStorage<Config>& smem,
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     scan_kernel(__grid_constant__ ChunkFwdParams const p, __grid_constant__ ScanMaps<Config> const maps) {
-  extern __shared__ char raw_storage[];
+  extern __shared__ __align__(1024) char raw_storage[];
   auto& smem = *reinterpret_cast<ScanStorage<Config>*>(raw_storage);
   ScanItem const item = scan::item_of_block<Config>(p, blockIdx.x);
   if (threadIdx.x == 0) {
