@@ -18,8 +18,8 @@ struct PrepareConfig {
   static constexpr int kThreads = 128;
   static constexpr int kBlock = Blocks<C>::kSize;
   // Four CTAs fill the shared memory of an SM (C = 32, bf16 gates; three with fp32 gates); their loads and
-  // stores cover each other.
-  static constexpr int kCtasPerSm = 4;
+  // stores cover each other. Of the smaller one of sm_120, one takes more than half.
+  static constexpr int kCtasPerSm = Arch::kSharedMemory < 227 * 1024 ? 1 : 4;
 };
 
 template <class Config>
