@@ -52,8 +52,8 @@ def test_B01_correlated_keys(keys: str, logit: float, length: int) -> None:
     """Ill-conditioned, so some digits are lost; the fault was an error of 70 and more.
 
     Errors measured on an H200, equal keys: 3.1e-2 and 5.5e-2; fla-core 0.6.0: 1.7e-2 and 2.5e-2.
-    A constant step size makes the rounding of T - I the same for every token, so it adds up; with
-    step sizes that vary the error is below fla-core's.
+    That is over the limit at logits 4 and 6: a constant step size makes the rounding of T - I the
+    same for every token, so it adds up. With step sizes that vary the error is below fla-core's.
     """
     case = CASE.but(T=length, H=1, keys=keys, beta_logit=logit, state=False)
     call = case.make(DEVICE)
@@ -61,7 +61,7 @@ def test_B01_correlated_keys(keys: str, logit: float, length: int) -> None:
     call["A_log"].zero_()
     call["dt_bias"].zero_()
     call["q"] = call["k"].clone()
-    check_pair(run(call), reference(call), (4e-2, 6.5e-2))
+    check_pair(run(call), reference(call), (3e-2, 5e-2))
 
 
 @pytest.mark.parametrize("length", range(1, 34))
