@@ -144,8 +144,23 @@ __device__ __forceinline__ void add_products(
   }
 }
 
+// bf16 of two adjacent columns of a row, rounded up or down by thresholds that differ from row to row. Equal
+// keys and step sizes make an entry of the inverse the same in every row: rounded to nearest, its error is
+// the same for every token and adds up, 32-fold over a chunk; rounded so, it averages out.
+__device__ __forceinline__ uint32_t pack_dithered(float low, float high, int row, int column) {
+  auto const rounded = [&](float x, int j) {
+    // Rows take thresholds in bit-reversed order, so that any few adjacent ones are spread out.
+    uint32_t const threshold = ((__brev(row) >> 16) + j * 25033u) & 0xffffu;
+    uint32_t const bits = __float_as_uint(x);
+    return x == x ? bits + threshold : bits;  // a NaN must not wrap around
+  };
+  return __byte_perm(rounded(low, column), rounded(high, column + 1), 0x7632);
+}
+
+enum class Rounding { kNearest, kDithered };
+
 // Writes a 16x16 block to rows i0.. and columns j0.. of a square record field.
-template <int C>
+template <int C, Rounding kRounding = Rounding::kNearest>
 __device__ __forceinline__ void store_square(bf16* field, Square16 const& x, int i0, int j0) {
   int const lane = threadIdx.x & 31;
 #pragma unroll
@@ -154,8 +169,9 @@ __device__ __forceinline__ void store_square(bf16* field, Square16 const& x, int
     for (int half = 0; half < 2; ++half) {
       int const i = i0 + Square16::row(lane, 2 * half), j = j0 + Square16::column(lane, n, 0);
       uint32_t const offset = square_offset<C>(i, j >> 3) + (j & 7) * 2;
+      float const low = x.c[n][2 * half], high = x.c[n][2 * half + 1];
       *reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(field) + offset) =
-          ptx::pack_bf16(x.c[n][2 * half], x.c[n][2 * half + 1]);
+          kRounding == Rounding::kDithered ? pack_dithered(low, high, i, j) : ptx::pack_bf16(low, high);
     }
   }
 }
@@ -338,7 +354,7 @@ __device__ __forceinline__ void make_squares(PrepareStorage<Config>& smem) {
       left_operand(smem.exchange[1][lane], T);
     }
     subtract_identity(T);
-    store_square<32>(smem.record.inverse, T, row, row);
+    store_square<32, Rounding::kDithered>(smem.record.inverse, T, row, row);
   } else if (warp == 2) {
     Square16 scores = {};
     add_products<2>(scores.c, q_block, 16, k_block, 0);
@@ -364,7 +380,7 @@ __device__ __forceinline__ void make_squares(PrepareStorage<Config>& smem) {
     left_operand(a, product, -1.f);
     Square16 below = {};
     multiply_add(below, a, *reinterpret_cast<uint32_t const(*)[2][2]>(smem.exchange[0][lane]));
-    store_square<32>(smem.record.inverse, below, 16, 0);
+    store_square<32, Rounding::kDithered>(smem.record.inverse, below, 16, 0);
   }
 }
 
@@ -388,7 +404,7 @@ __device__ __forceinline__ void make_squares(PrepareStorage<Config>& smem) {
     scale_keys<true>(x, smem.beta, smem.inverse_k, 0, 0, 1.f);
     Square16 T = unit_lower_inverse(x);
     subtract_identity(T);
-    store_square<16>(smem.record.inverse, T, 0, 0);
+    store_square<16, Rounding::kDithered>(smem.record.inverse, T, 0, 0);
   } else {
     mask_scores(x, kBalance);
     store_square<16>(smem.record.scores, x, 0, 0);
