@@ -15,17 +15,19 @@
 namespace flashkda {
 namespace {
 
-using Launch = Failure (*)(ChunkFwdParams const&, int, void*);
+template <class Params>
+using Launch = Failure (*)(Params const&, int, void*);
 
 struct Architecture {
   int major, minor;
   char const* variant;
-  Launch chunk_fwd;
+  Launch<ChunkFwdParams> chunk_fwd;
+  Launch<RecurrentParams> recurrent;
 };
 
 template <class Arch>
 constexpr Architecture architecture() {
-  return {Arch::kMajor, Arch::kMinor, Arch::kVariant, &launch_chunk_fwd<Arch>};
+  return {Arch::kMajor, Arch::kMinor, Arch::kVariant, &launch_chunk_fwd<Arch>, &launch_recurrent<Arch>};
 }
 
 // The architectures of this build; CMake passes the list.
@@ -94,12 +96,32 @@ class DeviceGuard {
   cudaError_t error_ = cudaSuccess;
 };
 
-Failure chunk_fwd(ChunkFwdParams const& params, int device, void* stream) {
+template <class Params>
+Failure enqueue(Launch<Params> Architecture::* launch, Params const& params, int device, void* stream) {
   Probe const found = probe(device);
   if (found.arch == nullptr) return found.reason;
   DeviceGuard const guard(device);
   if (guard.error() != cudaSuccess) return cudaGetErrorString(guard.error());
-  return found.arch->chunk_fwd(params, device, stream);
+  return (found.arch->*launch)(params, device, stream);
+}
+
+// The same across the C ABI: nothing is thrown.
+template <class Params>
+int enqueue(Launch<Params> Architecture::* launch,
+            Params const& params,
+            int device,
+            void* stream,
+            char* message,
+            size_t message_bytes) {
+  Failure failure;
+  try {
+    failure = enqueue(launch, params, device, stream);
+  } catch (std::exception const& error) {
+    failure = error.what();
+  }
+  if (failure.empty()) return 0;
+  std::snprintf(message, message_bytes, "%s", failure.c_str());
+  return 1;
 }
 
 }  // namespace
@@ -107,7 +129,7 @@ Failure chunk_fwd(ChunkFwdParams const& params, int device, void* stream) {
 
 extern "C" {
 
-int flashkda_abi() { return 1; }
+int flashkda_abi() { return 2; }
 
 char const* flashkda_build_info() { return FLASHKDA_BUILD_INFO; }
 
@@ -124,15 +146,14 @@ size_t flashkda_chunk_fwd_workspace_bytes(flashkda::ChunkFwdParams const* params
 
 int flashkda_chunk_fwd(
     flashkda::ChunkFwdParams const* params, int device, void* stream, char* message, size_t message_bytes) {
-  std::string failure;
-  try {
-    failure = flashkda::chunk_fwd(*params, device, stream);
-  } catch (std::exception const& error) {
-    failure = error.what();
-  }
-  if (failure.empty()) return 0;
-  std::snprintf(message, message_bytes, "%s", failure.c_str());
-  return 1;
+  return flashkda::enqueue(&flashkda::Architecture::chunk_fwd, *params, device, stream, message,
+                           message_bytes);
+}
+
+int flashkda_recurrent(
+    flashkda::RecurrentParams const* params, int device, void* stream, char* message, size_t message_bytes) {
+  return flashkda::enqueue(&flashkda::Architecture::recurrent, *params, device, stream, message,
+                           message_bytes);
 }
 
 }  // extern "C"

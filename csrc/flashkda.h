@@ -6,7 +6,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Raised when the layout of ChunkFwdParams or the meaning of a function changes.
+// Raised when the layout of a struct in params.h or the meaning of a function changes.
 int flashkda_abi();
 
 // "version;architectures;cudart;nvcc", for `flashkda doctor`.
@@ -18,9 +18,11 @@ char const* flashkda_probe(int device, char* message, size_t message_bytes);
 
 size_t flashkda_chunk_fwd_workspace_bytes(flashkda::ChunkFwdParams const* params);
 
-// Enqueues the forward pass on a stream of `device`. 0: done; else `message` says why not.
+// Enqueue a call on a stream of `device`. 0: done; else `message` says why not.
 int flashkda_chunk_fwd(
     flashkda::ChunkFwdParams const* params, int device, void* stream, char* message, size_t message_bytes);
+int flashkda_recurrent(
+    flashkda::RecurrentParams const* params, int device, void* stream, char* message, size_t message_bytes);
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -28,15 +28,26 @@ struct TokenTensor {
   int64_t row_stride;  // elements from one token to the next
 };
 
-// Recurrent states [N, HV, V, K] (v_first) or [N, HV, K, V], dense; null when there are none.
+// Recurrent states [slots, HV, V, K] (v_first) or [slots, HV, K, V], dense but for the step from one slot to
+// the next; null when there are none.
 struct States {
   void* data;
   Dtype dtype;
+  int64_t slot_stride;  // elements
+  int64_t num_slots;
 };
 
-// One call of the chunked forward pass. Sequences are packed along the token axis; there is at least one
-// sequence and one token.
-struct ChunkFwdParams {
+// Integers [N] or [N, columns] in device memory; null when there are none.
+struct Indices {
+  void const* data;
+  bool is_64;
+  int64_t row_stride, column_stride;  // elements
+  int32_t columns;
+};
+
+// What every call has. Sequences are packed along the token axis; there is at least one sequence and one
+// token.
+struct Inputs {
   int32_t num_seqs;        // N
   int32_t num_heads;       // H, of q and k
   int32_t value_heads;     // HV, of v, g, beta, out: a multiple of H
@@ -55,18 +66,42 @@ struct ChunkFwdParams {
   float const* A_log;    // [HV]; null: exp(A_log) is 1
   float const* dt_bias;  // [HV, 128]; null: 0
 
-  States initial_state, final_state;  // may be the same memory
-  bool state_v_first;
-
   GateKind gate;
   BetaKind beta_kind;
   bool l2norm;
-  bool gate_is_bounded;  // g >= -5 is certain: longer chunks
   float scale;
   float lower_bound;
 
+  States initial_state, final_state;  // may be the same memory
+  bool state_v_first;
   bool clear_padding;  // rows past the last sequence become zeros
-  void* workspace;     // chunk_fwd_workspace_bytes() bytes, 128-byte aligned
+};
+
+// One call of the chunked forward pass.
+struct ChunkFwdParams : Inputs {
+  bool gate_is_bounded;  // g >= -5 is certain: longer chunks
+  void* workspace;       // chunk_fwd_workspace_bytes() bytes, 128-byte aligned
+};
+
+// Where the states of a sequence go, token by token.
+enum class FinalPlace : int32_t {
+  kNone = 0,
+  kDense = 1,     // the last one to final_state[n]; zeros for padded sequences
+  kSource = 2,    // the last one to the slot it came from
+  kGiven = 3,     // the last one to slot final_slots[n]
+  kPerToken = 4,  // after token t to slot slots[n][t]
+};
+
+// One call of the token-by-token form. A padded sequence reads and writes no state; its outputs are zeros. A
+// slot outside the pool is not touched either, and makes the outputs NaN.
+struct RecurrentParams : Inputs {
+  FinalPlace final_place;
+  Indices slots;         // of initial_state; null: sequence n has slot n
+  Indices final_slots;   // kGiven: of final_state
+  Indices num_accepted;  // start from slots[n][num_accepted[n] - 1]; null: from slots[n][0]
+  bool has_pads;
+  int64_t pad_slot_id;  // slots up to this are padding; as source alone (kGiven): a state of zeros
+  bool state_is_ready;  // the kernel before on the stream writes neither states nor anything but tokens
 };
 
 }  // namespace flashkda

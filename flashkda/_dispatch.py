@@ -27,6 +27,72 @@ def select_chunk(
     return _backend.select(q.device, forced, refusal)
 
 
+def select_recurrent(
+    tensors: Tensors,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    in_place: bool,
+    final_state: Tensor | None,
+    forced: str | None,
+) -> _backend.Backend:
+    """The implementation that serves a call token by token. Looks at metadata only."""
+    q, _, v, g, beta, _, _, initial_state = tensors
+
+    def refusal() -> str | None:
+        reason = _native.refusal(q, v, g, beta, cu_seqlens, (initial_state, final_state), False)
+        pool = final_state if in_place else initial_state
+        if reason is None and ssm_state_indices is not None and pool is not None:
+            reason = _native.refuses_pool(pool)
+        return reason
+
+    return _backend.select(q.device, forced, refusal)
+
+
+def recurrent_out(
+    tensors: Tensors,
+    cu_seqlens: Tensor | None,
+    slots: tuple[Tensor | None, Tensor | None, Tensor | None, int | None],
+    in_place: bool,
+    out: Tensor,
+    final_state: Tensor | None,
+    options: tuple[Any, ...],
+    state_is_ready: bool,
+    forced: str | None,
+) -> bool:
+    """Runs the call token by token; whether the kernel did it here and now.
+
+    ``slots`` are ssm_state_indices, final_state_indices, num_accepted_tokens, pad_slot_id.
+    """
+    if _is_traced(tensors[0]):
+        _backend.check_forced(forced)
+        backend = forced
+    else:
+        chosen = select_recurrent(tensors, cu_seqlens, slots[0], in_place, final_state, forced)
+        backend = chosen.name
+        if backend == "cuda":
+            _native.recurrent_out(
+                tensors, cu_seqlens, slots, in_place, out, final_state, *options, state_is_ready
+            )
+            return True
+        _backend.warn_of_fallback(chosen, tensors[0].device, forced, stacklevel=4)
+    *inputs, initial_state = tensors
+    indices, _, accepted, pad = slots
+    torch.ops.flashkda.recurrent_out(
+        *inputs,
+        None if in_place else initial_state,
+        cu_seqlens,
+        indices,
+        accepted,
+        pad,
+        in_place,
+        out,
+        final_state,
+        *options,
+        backend,
+    )
+    return False
+
+
 def _is_traced(q: Tensor) -> bool:
     """There is no data yet, perhaps another device later: the operator chooses when it runs."""
     return q.is_cuda and (torch.compiler.is_compiling() or type(q) is not Tensor)
@@ -63,6 +129,7 @@ def chunk_out(
     final_state: Tensor | None,
     options: tuple[Any, ...],
     gate_is_bounded: bool,
+    max_seqlen: int | None,
     forced: str | None,
 ) -> bool:
     """Runs the call without autograd; whether the kernels did it here and now."""
@@ -73,7 +140,9 @@ def chunk_out(
         chosen = select_chunk(tensors, cu_seqlens, final_state, forced)
         backend = chosen.name
         if backend == "cuda":
-            _native.chunk_out(*tensors, cu_seqlens, out, final_state, *options, gate_is_bounded)
+            _native.chunk_out(
+                *tensors, cu_seqlens, out, final_state, *options, gate_is_bounded, max_seqlen
+            )
             return True
         _backend.warn_of_fallback(chosen, tensors[0].device, forced, stacklevel=4)
     if backend == "torch" and cu_seqlens_cpu is not None:

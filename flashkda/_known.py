@@ -63,3 +63,37 @@ def run_into(out: Any, final_state: Any, tensors: tuple[Any, ...], *options: Any
         return _native.operator(*tensors, out, final_state, *options)
     except (RuntimeError, TypeError):
         return False
+
+
+def run_recurrent(
+    tensors: tuple[Any, ...],
+    pad_slot_id: int | None,
+    inplace_final_state: bool | None,
+    output_final_state: bool,
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor | None] | None:
+    """Outputs and final states; None if the decode kernel declines the call.
+
+    ``tensors`` are q to num_accepted_tokens of the operator.
+    """
+    v, state, has_pool = tensors[2], tensors[7], tensors[9] is not None
+    in_place = has_pool if inplace_final_state is None else inplace_final_state
+    try:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        if in_place:
+            if state is None or state.requires_grad:
+                return None
+            final_state = state
+        elif output_final_state:
+            num_states = tensors[0].shape[0] if tensors[8] is None else tensors[8].shape[0] - 1
+            shape = (num_states, *v.shape[2:], v.shape[3])
+            dtype = torch.float32 if state is None else state.dtype
+            final_state = v.new_empty(shape, dtype=dtype)
+        else:
+            final_state = None
+        served = _native.recurrent_operator(
+            *tensors, pad_slot_id, in_place, True, out, final_state, *options
+        )
+    except (RuntimeError, TypeError, AttributeError, IndexError):
+        return None
+    return (out, final_state) if served else None

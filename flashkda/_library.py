@@ -4,8 +4,8 @@ One operator is opaque to ``torch.compile`` and ``torch.export``. ``chunk`` is f
 differentiable; ``chunk_out`` and ``recurrent_out`` write into tensors of the caller and are not.
 Schemas are defined here, so that they exist whatever the build holds; the PyTorch path is their
 implementation for every device. ``chunk_out`` takes the CUDA kernels where they serve the call.
-``chunk_native`` and ``chunk_native_out`` are these kernels alone: the native library attaches the
-implementation, for CUDA, and it wants the layouts that ``_native.chunk_out`` makes.
+The operators ``*_native`` and ``*_native_out`` are the kernels alone: the native library attaches
+their implementation, for CUDA, and it wants the layouts that ``_native`` makes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,22 @@ _library.define(
 )
 _library.define(
     f"chunk_native({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, bool output_final_state, "
-    f"{_OPTIONS}, bool gate_is_bounded) -> (Tensor, Tensor)"
+    f"{_OPTIONS}, bool gate_is_bounded, int? max_seqlen=None) -> (Tensor, Tensor)"
 )
 _library.define(
     f"chunk_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) out, "
-    f"Tensor(b!)? final_state, {_OPTIONS}, bool gate_is_bounded) -> bool"
+    f"Tensor(b!)? final_state, {_OPTIONS}, bool gate_is_bounded, int? max_seqlen=None) -> bool"
+)
+_library.define(
+    f"recurrent_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
+    "Tensor? ssm_state_indices, Tensor? final_state_indices, Tensor? num_accepted_tokens, "
+    "int? pad_slot_id, bool in_place, bool clear_padding, Tensor(a!) out, "
+    f"Tensor(b!)? final_state, {_OPTIONS}, bool state_is_ready) -> bool"
 )
 _library.define(
     f"recurrent_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor? ssm_state_indices, Tensor? num_accepted_tokens, int? pad_slot_id, bool in_place, "
-    f"Tensor(a!) out, Tensor(b!)? final_state, {_OPTIONS}) -> ()"
+    f"Tensor(a!) out, Tensor(b!)? final_state, {_OPTIONS}, str? backend) -> ()"
 )
 
 
@@ -218,7 +224,20 @@ def _recurrent_out(
     final_state: Tensor | None,
     *options: Any,
 ) -> None:
-    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*options))
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    *numbers, backend = options
+    if backend != "torch" and q.is_cuda:
+        chosen = _dispatch.select_recurrent(
+            tensors, cu_seqlens, ssm_state_indices, in_place, final_state, backend
+        )
+        if chosen.name == "cuda":
+            slots_given = (ssm_state_indices, None, num_accepted_tokens, pad_slot_id)
+            _native.recurrent_out(
+                tensors, cu_seqlens, slots_given, in_place, out, final_state, *numbers, False
+            )
+            return
+        _backend.warn_of_fallback(chosen, q.device, backend)
+    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*numbers))
     sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
     state_in = final_state if in_place else initial_state
     slots = None
@@ -256,8 +275,8 @@ def _writes_only(*args: Any) -> None:
     """Fake of an operator that only writes into its arguments."""
 
 
-def _native_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return _chunk_fake(*args[:-1])  # less gate_is_bounded
+def _native_fake(*args: Any, max_seqlen: int | None = None) -> tuple[Tensor, Tensor]:
+    return _chunk_fake(*args[:17])  # less gate_is_bounded and max_seqlen
 
 
 def _serves(*args: Any) -> bool:
@@ -317,7 +336,8 @@ def _register() -> None:
         _library.impl(name, _isolated(implementation), "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashkda::{name}", fake, lib=_library)
     torch.library.register_fake("flashkda::chunk_native", _native_fake, lib=_library)
-    torch.library.register_fake("flashkda::chunk_native_out", _serves, lib=_library)
+    for name in ("chunk_native_out", "recurrent_native_out"):
+        torch.library.register_fake(f"flashkda::{name}", _serves, lib=_library)
     torch.library.register_autograd(
         "flashkda::chunk", _autograd_backward, setup_context=_setup_context, lib=_library
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_ABI = 1  # csrc/flashkda.h: flashkda_abi()
+_ABI = 2  # csrc/flashkda.h: flashkda_abi()
 HEAD_DIM = 128  # K and V
 MAX_VALUE_HEADS = 65535  # of a CUDA grid
 ALIGNMENT = 16  # bytes, of what TMA reads and writes
@@ -21,8 +21,8 @@ _GATE_DTYPES = (torch.bfloat16, torch.float32)
 
 NO_LIBRARY = "this build of flashkda holds no CUDA kernels, so the PyTorch path serves every device"
 NOTHING_TO_COMPUTE = "the call has no tokens or no sequences, so there is nothing to compute"
+DECLINED = "flashkda: the kernels declined a call that was fitted to them"
 NO_BACKWARD = "the CUDA kernels have no backward pass yet, and an input requires grad"
-NO_DECODE = "there is no CUDA kernel for decoding yet"
 
 
 # --- the library ---------------------------------------------------------------------------------
@@ -178,6 +178,33 @@ def operator(*args: Any) -> bool:
     return served
 
 
+class _Target(NamedTuple):
+    """A tensor that the kernels write: itself, or a copy in a layout that they can take."""
+
+    wanted: Tensor | None
+    fitted: Tensor | None
+
+    def deliver(self) -> None:
+        if self.wanted is not None and self.fitted is not self.wanted:
+            assert self.fitted is not None
+            self.wanted.copy_(self.fitted)
+
+
+def _target_out(out: Tensor, cu_seqlens: Tensor | None) -> _Target:
+    if fits(out):
+        return _Target(out, out)
+    fitted = torch.empty_like(out, memory_format=torch.contiguous_format)
+    if cu_seqlens is not None:
+        fitted.copy_(out)  # rows past the last sequence stay as they are
+    return _Target(out, fitted)
+
+
+def _fit_inputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *parameters: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return _fit(q), _fit(k), _fit(v), _fit(g), _fit_beta(beta), *map(_parameter, parameters)
+
+
 def chunk_out(
     q: Tensor,
     k: Tensor,
@@ -193,29 +220,72 @@ def chunk_out(
     *options: Any,
 ) -> None:
     """The kernels on a call that they serve; a tensor whose layout TMA can't take is copied."""
-    fitted_out = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-    if fitted_out is not out and cu_seqlens is not None:
-        fitted_out.copy_(out)  # rows past the last sequence stay as they are
-    dense_state = _dense(final_state)
+    outputs = _target_out(out, cu_seqlens)
+    states = _Target(final_state, _dense(final_state))
     if initial_state is final_state:
-        initial_state = dense_state
+        initial_state = states.fitted
     served = operator(
-        _fit(q),
-        _fit(k),
-        _fit(v),
-        _fit(g),
-        _fit_beta(beta),
-        _parameter(A_log),
-        _parameter(dt_bias),
+        *_fit_inputs(q, k, v, g, beta, A_log, dt_bias),
         _dense(initial_state),
         _dense(cu_seqlens),
-        fitted_out,
-        dense_state,
+        outputs.fitted,
+        states.fitted,
         *options,
     )
     if not served:
-        raise RuntimeError("flashkda: the kernels declined a call that was fitted to them")
-    if fitted_out is not out:
-        out.copy_(fitted_out)
-    if final_state is not None and dense_state is not None and dense_state is not final_state:
-        final_state.copy_(dense_state)
+        raise RuntimeError(DECLINED)
+    outputs.deliver()
+    states.deliver()
+
+
+def recurrent_operator(*args: Any) -> bool:
+    """The decode kernel on tensors as they are; False, and nothing is done, if it can't."""
+    served: bool = torch.ops.flashkda.recurrent_native_out.default(*args)
+    return served
+
+
+def refuses_pool(pool: Tensor) -> str | None:
+    """Why the kernels can't work in a state pool where it lies; pools are not copied."""
+    inner = pool[0].is_contiguous() if pool.shape[0] else True
+    if inner and pool.data_ptr() % ALIGNMENT == pool.stride(0) * pool.itemsize % ALIGNMENT == 0:
+        return None
+    return (
+        f"the CUDA kernels take a pool of dense slots that start at multiples of {ALIGNMENT} "
+        f"bytes, not strides {tuple(pool.stride())} at an address of {pool.data_ptr() % ALIGNMENT} "
+        f"modulo {ALIGNMENT}"
+    )
+
+
+def recurrent_out(
+    tensors: tuple[Any, ...],
+    cu_seqlens: Tensor | None,
+    slots: tuple[Any, ...],
+    in_place: bool,
+    out: Tensor,
+    final_state: Tensor | None,
+    *options: Any,
+) -> None:
+    """The decode kernel on a call that it serves; a tensor whose layout it can't take is copied.
+
+    ``tensors`` are q to initial_state, ``slots`` ssm_state_indices to pad_slot_id.
+    """
+    *inputs, initial_state = tensors
+    has_pool = slots[0] is not None
+    outputs = _target_out(out, cu_seqlens)
+    in_pool = has_pool and in_place
+    states = _Target(final_state, final_state if in_pool else _dense(final_state))
+    served = recurrent_operator(
+        *_fit_inputs(*inputs),
+        initial_state if has_pool else _dense(initial_state),
+        _dense(cu_seqlens),
+        *slots,
+        in_place,
+        False,
+        outputs.fitted,
+        states.fitted,
+        *options,
+    )
+    if not served:
+        raise RuntimeError(DECLINED)
+    outputs.deliver()
+    states.deliver()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import _backend, _dispatch, _known, _library, _native
+from . import _backend, _dispatch, _known, _library
 from . import _validate as valid
 
 _check_inputs = valid.once_per_metadata(valid.check_inputs)
@@ -207,8 +206,9 @@ def chunk_kda(
         out = _library.new_out(v, cu_seqlens)
     gate_is_bounded = safe_gate if not use_gate_in_kernel else lower_bound is not None
     if _dispatch.chunk_out(
-        tensors, cu_seqlens, cu_seqlens_cpu, out, final_state, options, gate_is_bounded, backend
-    ):
+        tensors, cu_seqlens, cu_seqlens_cpu, out, final_state, options, gate_is_bounded, None,
+        backend,
+    ):  # fmt: skip
         _known.remember(flags, (*options, gate_is_bounded))
     return out, final_state
 
@@ -291,6 +291,25 @@ def fused_recurrent_kda(
         >>> [slot for slot in range(8) if pool[slot].any()]
         [2, 5]
     """
+    others = (
+        k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
+        ssm_state_indices, None, num_accepted_tokens,
+    )  # fmt: skip
+    flags = (
+        "recurrent", A_log is None, dt_bias is None, cu_seqlens is None, initial_state is None,
+        ssm_state_indices is None, num_accepted_tokens is None, scale, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        lower_bound, state_v_first, inplace_final_state, pad_slot_id, backend,
+        transpose_state_layout,
+    )  # fmt: skip
+    known = _known.find(q, others, flags) if out is None else None
+    if known is not None:
+        results = _known.run_recurrent(
+            (q, *others), pad_slot_id, inplace_final_state, output_final_state, known
+        )
+        if results is not None:
+            return results
+
     valid.require_bool("output_final_state", output_final_state)
     state_v_first = valid.fold_state_v_first(state_v_first, transpose_state_layout)
     lower_bound = valid.resolve_lower_bound(lower_bound)
@@ -313,17 +332,15 @@ def fused_recurrent_kda(
         "initial_state", initial_state, q=q, v=v, num_states=None if is_pool else num_sequences,
         state_v_first=state_v_first, written=inplace_final_state,
     )  # fmt: skip
-    tensors = (q, k, v, g, beta, A_log, dt_bias)
-    if valid.requires_grad(*tensors, initial_state):
+    if valid.requires_grad(q, k, v, g, beta, A_log, dt_bias, initial_state):
         raise NotImplementedError(
             "fused_recurrent_kda: expected no input that requires grad (decoding has no backward "
             "pass), got one; use chunk_kda, or torch.no_grad()"
         )
     q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
-    chosen = _backend.select(q.device, backend, lambda: _native.NO_DECODE)
-    _backend.warn_of_fallback(chosen, q.device, backend)
-
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    slots = (ssm_state_indices, None, num_accepted_tokens, pad_slot_id)
     final_state = None
     if inplace_final_state:
         final_state = initial_state
@@ -331,22 +348,7 @@ def fused_recurrent_kda(
         final_state = _library.empty_final_state(q, v, initial_state, num_sequences, state_v_first)
     if out is None:
         out = _library.new_out(v, cu_seqlens)
-    torch.ops.flashkda.recurrent_out(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        None if inplace_final_state else initial_state,
-        cu_seqlens,
-        ssm_state_indices,
-        num_accepted_tokens,
-        pad_slot_id,
-        inplace_final_state,
-        out,
-        final_state,
+    options = (
         scale,
         lower_bound,
         use_gate_in_kernel,
@@ -355,6 +357,11 @@ def fused_recurrent_kda(
         allow_neg_eigval,
         state_v_first,
     )
+    if _dispatch.recurrent_out(
+        tensors, cu_seqlens, slots, inplace_final_state, out, final_state,
+        options, False, backend,
+    ):  # fmt: skip
+        _known.remember(flags, (*options, False))
     return out, final_state
 
 
@@ -424,7 +431,9 @@ def fwd(
         )
     options = (scale, lower_bound, True, True, True, False, True)
     bounded = lower_bound is not None
-    if _dispatch.chunk_out(tensors, cu_seqlens, None, out, final_state, options, bounded, None):
+    if _dispatch.chunk_out(
+        tensors, cu_seqlens, None, out, final_state, options, bounded, None, None
+    ):
         _known.remember(flags, (*options, bounded))
 
 

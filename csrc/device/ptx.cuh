@@ -107,6 +107,18 @@ __device__ __forceinline__ void mma_fp16(float (&c)[4], uint32_t const (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Global memory to shared memory; done after async_copy_wait().
+template <int kBytes>
+__device__ __forceinline__ void async_copy(void* shared, void const* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+               :
+               : "r"(smem_address(shared)), "l"(global), "n"(kBytes)
+               : "memory");
+}
+
+// The thread's asynchronous copies have arrived.
+__device__ __forceinline__ void async_copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Generic-proxy writes to shared memory before this become visible to TMA after it.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -118,6 +130,15 @@ __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32
                :
                : "l"(global), "r"(shared), "r"(bytes)
                : "memory");
+}
+
+__device__ __forceinline__ void bulk_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// The thread's bulk stores have read all of their shared memory.
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Global memory to shared memory; completes `bytes` on the transaction barrier.

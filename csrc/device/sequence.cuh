@@ -2,16 +2,10 @@
 // host never reads cu_seqlens.
 #pragma once
 
-#include "gate.cuh"
+#include "inputs.cuh"
 #include "record.cuh"
 
 namespace flashkda {
-
-__device__ __forceinline__ int64_t sequence_bound(ChunkFwdParams const& p, int n) {
-  if (p.cu_seqlens == nullptr) return n * p.seq_tokens;
-  return p.cu_seqlens_is_64 ? static_cast<int64_t const*>(p.cu_seqlens)[n]
-                            : static_cast<int32_t const*>(p.cu_seqlens)[n];
-}
 
 // A chunk: `size` tokens from `token` on.
 struct Chunk {
@@ -21,7 +15,7 @@ struct Chunk {
 
 // The chunk of a slot. Whole warps call it: the search looks at 32 sequences at a time.
 template <int C>
-__device__ __forceinline__ Chunk chunk_of_slot(ChunkFwdParams const& p, int64_t slot) {
+__device__ __forceinline__ Chunk chunk_of_slot(Inputs const& p, int64_t slot) {
   int const lane = threadIdx.x & 31;
   // The last n with first_slot(n) <= slot lies in [low, low + count).
   int low = 0, count = p.num_seqs;
@@ -42,7 +36,7 @@ __device__ __forceinline__ Chunk chunk_of_slot(ChunkFwdParams const& p, int64_t 
 // The sequence of a given rank by length, so that long sequences start first and short ones fill the
 // gaps. More than a warp's worth of sequences balance themselves: they keep their order. Whole warps
 // call it.
-__device__ __forceinline__ int nth_longest(ChunkFwdParams const& p, int rank) {
+__device__ __forceinline__ int nth_longest(Inputs const& p, int rank) {
   if (p.cu_seqlens == nullptr || p.num_seqs > 32) return rank;
   int const lane = threadIdx.x & 31;
   int64_t const length = lane < p.num_seqs ? sequence_bound(p, lane + 1) - sequence_bound(p, lane) : -1;
@@ -52,16 +46,6 @@ __device__ __forceinline__ int nth_longest(ChunkFwdParams const& p, int rank) {
     longer += theirs > length || (theirs == length && other < lane) ? 1 : 0;
   }
   return __ffs(__ballot_sync(0xffffffffu, lane < p.num_seqs && longer == rank)) - 1;
-}
-
-// beta of one token and value head.
-__device__ __forceinline__ float step_size(ChunkFwdParams const& p, int64_t token, int head) {
-  int64_t const offset = token * p.beta.row_stride + head * p.beta_head_stride;
-  float const x = p.beta_dtype == Dtype::kFloat32
-                      ? static_cast<float const*>(p.beta.data)[offset]
-                      : static_cast<float>(static_cast<bf16 const*>(p.beta.data)[offset]);
-  if (p.beta_kind == BetaKind::kStepSize) return x;
-  return (p.beta_kind == BetaKind::kTwiceSigmoid ? 2.f : 1.f) * sigmoid(x);
 }
 
 }  // namespace flashkda

@@ -5,8 +5,6 @@
 // the driver's entry point, looked up once, and keeps the result code for the host to check.
 #define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL 1
 
-#include <cutlass/arch/barrier.h>
-
 // In this order: the others need what the first declares.
 // clang-format off
 #include <cute/tensor.hpp>
@@ -14,11 +12,10 @@
 #include <cute/atom/copy_traits_sm90_tma.hpp>
 // clang-format on
 
+#include "barrier.cuh"
 #include "record.cuh"
 
 namespace flashkda {
-
-using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
 // Shared tile [C, kColumns] in rows of 128 bytes, SWIZZLE_128B (tile_offset for bf16).
 template <class T, int C, int kColumns>

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashkda._backend import backend
-from flashkda.bench import _forward, _gpu, _memory
+from flashkda.bench import _decode, _forward, _gpu, _memory
 from flashkda.bench._report import environment, markdown_table
 
 
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--json", action="store_true", help="print JSON")
     gpu = commands.add_parser(
         "gpu",
-        help="forward of the CUDA kernels: device time of several shapes, host time of a call",
+        help="CUDA kernels: device times of prefill and decode, host time of a call",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     gpu.add_argument("--quick", action="store_true", help="a few shapes")
@@ -120,11 +120,18 @@ def _gpu_main(args: argparse.Namespace) -> int:
         print(f"flashkda bench gpu: wrong results, no times: {wrong}", file=sys.stderr)
         return 1
     rows, host = _gpu.run(_gpu.QUICK if args.quick else _gpu.SHAPES, args.repeats)
+    try:
+        decode, copy = _decode.run(_decode.QUICK if args.quick else _decode.SHAPES, args.repeats)
+    except RuntimeError as error:
+        print(f"flashkda bench gpu: no times of decode: {error}", file=sys.stderr)
+        return 1
     if args.json:
         result = {
             "environment": facts,
             "errors": errors,
             "forward": [vars(row) for row in rows],
+            "decode": [vars(row) for row in decode],
+            "copy_bytes_per_s": copy,
             "host_us": host,
         }
         print(json.dumps(result, indent=2))
@@ -137,7 +144,14 @@ def _gpu_main(args: argparse.Namespace) -> int:
         for x in rows
     ]
     print(markdown_table(header, cells))
-    print(f"\nHost time of an eager call, 1x16 H4: {host:.1f} us")
+    print(
+        f"\nDecode, K=V=128 bfloat16, in a pool; a copy of 1 GiB runs at {copy / 1e12:.2f} TB/s\n"
+    )
+    header = ["shape", "median ms", "range", "state TB/s", "share of a copy"]
+    print(markdown_table(header, _decode.as_cells(decode, copy)))
+    print("\nHost time of an eager call, H4:")
+    for name, microseconds in host.items():
+        print(f"  {name}: {microseconds:.1f} us")
     print("Error against float64: " + ", ".join(f"{k} gate {v:.1e}" for k, v in errors.items()))
     return 0
 

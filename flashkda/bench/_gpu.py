@@ -12,14 +12,13 @@ from torch import Tensor
 
 from flashkda._progress import Progress
 from flashkda._selftest import relative_error
-from flashkda.ops import chunk_kda, fwd
+from flashkda.bench._timing import CALLS, graph_times
+from flashkda.ops import chunk_kda, fused_recurrent_kda, fwd
 
 DIM = 128
 LOWER_BOUND = -5.0
 # Relative error against the PyTorch path in float64, above which there are no times.
 ALLOWED_ERROR = 1e-2
-# Calls in one graph; between two calls on the same data lies more than the L2 cache holds.
-CALLS = 20
 _RAGGED = (1300, 547, 2048, 963, 271, 3063)
 
 
@@ -139,54 +138,41 @@ def device_times(shape: Shape, gate: str, repeats: int) -> Row:
     cache = 2 * torch.cuda.get_device_properties(0).L2_cache_size
     while len(calls) < min(CALLS, 1 + cache // calls[0].num_bytes()):
         calls.append(Call.draw(shape, gate))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call.run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS):
-            calls[i % len(calls)].run()
-    times = []
-    graph.replay()
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / CALLS)
+    times = graph_times([call.run for call in calls], repeats)
     return Row(shape.name, gate, statistics.median(times), min(times), max(times))
 
 
-def host_time(calls: int = 300, repeats: int = 10) -> float:
-    """Microseconds that the host spends on one eager call of 16 tokens and 4 heads."""
-    call = Call.draw(Shape("", 1, 16, 4), "slow")
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            chunk_kda(
-                *call.inputs,
-                A_log=call.A_log,
-                dt_bias=call.dt_bias,
-                lower_bound=LOWER_BOUND,
-                initial_state=call.state,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                state_v_first=True,
-            )
-        times.append((time.perf_counter() - start) / calls)
-    return 1e6 * statistics.median(times)
+def host_times(calls: int = 300, repeats: int = 10) -> dict[str, float]:
+    """Microseconds that the host spends on one eager call of 4 heads, for each function."""
+    options: dict[str, Any] = {
+        "lower_bound": LOWER_BOUND,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "state_v_first": True,
+    }
+    found = {}
+    slots = torch.arange(1, device="cuda")
+    for name, tokens, function, more in (
+        ("chunk_kda 1x16", 16, chunk_kda, {"output_final_state": True}),
+        ("chunk_kda 1x64", 64, chunk_kda, {"output_final_state": True}),
+        ("fused_recurrent_kda 1x1", 1, fused_recurrent_kda, {"ssm_state_indices": slots}),
+    ):
+        call = Call.draw(Shape("", 1, tokens, 4), "slow")
+        options |= {"A_log": call.A_log, "dt_bias": call.dt_bias, "initial_state": call.state}
+        times = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                function(*call.inputs, **options, **more)
+            times.append((time.perf_counter() - start) / calls)
+        found[name] = 1e6 * statistics.median(times)
+    return found
 
 
-def run(shapes: tuple[Shape, ...], repeats: int) -> tuple[list[Row], float]:
-    """Rows of all shapes for both gates, and the host time of a call in microseconds."""
+def run(shapes: tuple[Shape, ...], repeats: int) -> tuple[list[Row], dict[str, float]]:
+    """Rows of all shapes for both gates, and host times of calls in microseconds."""
     rows = []
     with torch.inference_mode(), Progress("benchmark", 2 * len(shapes) + 1) as bar:
         for shape in shapes:
@@ -194,6 +180,6 @@ def run(shapes: tuple[Shape, ...], repeats: int) -> tuple[list[Row], float]:
                 rows.append(device_times(shape, gate, repeats))
                 torch.cuda.empty_cache()
                 bar.advance()
-        microseconds = host_time()
+        microseconds = host_times()
         bar.advance()
     return rows, microseconds

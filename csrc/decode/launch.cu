@@ -1,0 +1,49 @@
+// Launches of the decode kernel of one architecture: FLASHKDA_ARCH names its traits struct (arch.h).
+
+#include <limits>
+
+#include "../arch.h"
+#include "../launch_common.h"
+#include "kernel.cuh"
+
+namespace flashkda {
+namespace {
+
+template <class Config>
+Failure launch(RecurrentParams const& p, cudaStream_t stream) {
+  int64_t const tiles = int64_t{p.num_seqs} * p.value_heads * (kHeadDim / Config::kValues);
+  if (tiles > std::numeric_limits<int32_t>::max()) {
+    return "decode: " + std::to_string(p.num_seqs) + " sequences of " + std::to_string(p.value_heads) +
+           " value heads are more than a CUDA grid holds";
+  }
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(tiles));
+  config.blockDim = dim3(Config::kThreads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = p.state_is_ready ? 1 : 0;
+  return failure_of("decode", cudaLaunchKernelEx(&config, decode_kernel<Config>, p));
+}
+
+template <class Arch, class StateT>
+Failure launch(RecurrentParams const& p, cudaStream_t stream) {
+  return p.state_v_first ? launch<DecodeConfig<Arch, StateT, true>>(p, stream)
+                         : launch<DecodeConfig<Arch, StateT, false>>(p, stream);
+}
+
+}  // namespace
+
+template <class Arch>
+Failure launch_recurrent(RecurrentParams const& p, int, void* stream) {
+  auto const s = static_cast<cudaStream_t>(stream);
+  bool const fp32 =
+      (p.initial_state.data != nullptr ? p.initial_state : p.final_state).dtype == Dtype::kFloat32;
+  return fp32 ? launch<Arch, float>(p, s) : launch<Arch, __nv_bfloat16>(p, s);
+}
+
+template Failure launch_recurrent<FLASHKDA_ARCH>(RecurrentParams const&, int, void*);
+
+}  // namespace flashkda

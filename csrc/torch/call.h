@@ -1,0 +1,118 @@
+// The arguments that all operators share: whether the kernels can take them, and their form for the kernels.
+#pragma once
+
+#include "view.h"
+
+namespace flashkda {
+
+struct Options {
+  double scale;
+  std::optional<double> lower_bound;
+  bool gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first;
+};
+
+struct Call {
+  View q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens;
+  Options options;
+
+  int64_t num_seqs() const { return cu_seqlens.given ? cu_seqlens.sizes[0] - 1 : q.sizes[0]; }
+};
+
+// Dense heads of 128 elements, rows that follow each other in steps of 16 bytes: what TMA reads.
+inline bool is_rows(View const& x, View const& q, int64_t heads, int64_t item_bytes) {
+  return x.dim == 4 && x.sizes[0] == q.sizes[0] && x.sizes[1] == q.sizes[1] && x.sizes[2] == heads &&
+         x.sizes[3] == kHeadDim && x.strides[3] == 1 && (heads == 1 || x.strides[2] == kHeadDim) &&
+         x.rows_follow() && x.row_stride() >= heads * kHeadDim && x.row_stride() * item_bytes % 16 == 0 &&
+         x.aligned() && x.device == q.device;
+}
+
+inline bool is_parameter(View const& x, Call const& call, Types const& types, int64_t per_head) {
+  if (!x.given) return true;
+  int64_t const heads = call.v.sizes[2];
+  bool const flat = x.dim == 1 && x.sizes[0] == heads * per_head;
+  bool const by_head = per_head > 1 && x.dim == 2 && x.sizes[0] == heads && x.sizes[1] == per_head;
+  return (flat || by_head) && x.is(types.fp32) && x.dense() && x.device == call.q.device;
+}
+
+// States [slots, HV, 128, 128] in steps of 16 bytes from slot to slot.
+inline bool is_pool(View const& x, Call const& call, Types const& types) {
+  return x.dim == 4 && x.sizes[1] == call.v.sizes[2] && x.sizes[2] == kHeadDim && x.sizes[3] == kHeadDim &&
+         types.is_gate(x) && x.dense(1) && x.slot_stride() * (x.is(types.fp32) ? 4 : 2) % 16 == 0 &&
+         x.aligned() && x.device == call.q.device;
+}
+
+// A state for each sequence.
+inline bool are_states(View const& x, Call const& call, Types const& types) {
+  return !x.given || (is_pool(x, call, types) && x.sizes[0] == call.num_seqs() && x.dense());
+}
+
+// Integers [N], or [N, columns] if that is allowed.
+inline bool are_indices(View const& x, Call const& call, Types const& types, bool may_have_columns) {
+  return !x.given || ((x.dim == 1 || (x.dim == 2 && may_have_columns && x.sizes[1] >= 1)) &&
+                      x.sizes[0] == call.num_seqs() && types.is_index(x) && x.device == call.q.device);
+}
+
+// Whether the kernels can take tokens, parameters and sequences as they are. flashkda/_native.py makes others
+// fit, or says why not.
+inline bool serves(Call const& c, Types const& types) {
+  if (c.q.dim != 4 || c.v.dim != 4 || c.q.sizes[0] * c.q.sizes[1] * c.q.sizes[2] == 0) return false;
+  int64_t const heads = c.q.sizes[2], value_heads = c.v.sizes[2];
+  if (value_heads < 1 || value_heads > 65535 || value_heads % heads != 0) return false;
+  if (c.cu_seqlens.given) {
+    View const& x = c.cu_seqlens;
+    if (!types.is_index(x) || x.dim != 1 || x.sizes[0] < 2 || !x.dense() || x.device != c.q.device)
+      return false;
+    if (c.q.sizes[0] != 1) return false;
+  }
+  bool const beta = c.beta.dim == 3 && c.beta.sizes[0] == c.q.sizes[0] && c.beta.sizes[1] == c.q.sizes[1] &&
+                    c.beta.sizes[2] == value_heads && c.beta.rows_follow() && types.is_gate(c.beta) &&
+                    c.beta.device == c.q.device;
+  return beta && c.q.is(types.bf16) && c.k.is(types.bf16) && c.v.is(types.bf16) && types.is_gate(c.g) &&
+         is_rows(c.q, c.q, heads, 2) && is_rows(c.k, c.q, heads, 2) && is_rows(c.v, c.q, value_heads, 2) &&
+         is_rows(c.g, c.q, value_heads, c.g.is(types.fp32) ? 4 : 2) && is_parameter(c.A_log, c, types, 1) &&
+         is_parameter(c.dt_bias, c, types, kHeadDim);
+}
+
+inline bool is_out(View const& out, Call const& call, Types const& types) {
+  return out.is(types.bf16) && is_rows(out, call.q, call.v.sizes[2], 2);
+}
+
+inline void fill(
+    Inputs& inputs, Call const& call, Types const& types, View const& out, View const& final_state) {
+  inputs.num_seqs = static_cast<int32_t>(call.num_seqs());
+  inputs.num_heads = static_cast<int32_t>(call.q.sizes[2]);
+  inputs.value_heads = static_cast<int32_t>(call.v.sizes[2]);
+  inputs.num_tokens = call.q.sizes[0] * call.q.sizes[1];
+  inputs.seq_tokens = call.q.sizes[1];
+  inputs.cu_seqlens = call.cu_seqlens.data;
+  inputs.cu_seqlens_is_64 = call.cu_seqlens.given && call.cu_seqlens.is(types.int64);
+
+  inputs.q = call.q.tokens();
+  inputs.k = call.k.tokens();
+  inputs.v = call.v.tokens();
+  inputs.g = call.g.tokens();
+  inputs.beta = call.beta.tokens();
+  inputs.out = out.tokens();
+  inputs.beta_head_stride = call.beta.strides[2];
+  inputs.g_dtype = types.of(call.g);
+  inputs.beta_dtype = types.of(call.beta);
+  inputs.A_log = static_cast<float const*>(call.A_log.data);
+  inputs.dt_bias = static_cast<float const*>(call.dt_bias.data);
+
+  Options const& options = call.options;
+  inputs.gate = !options.gate_in_kernel ? GateKind::kLogDecay
+                : options.lower_bound   ? GateKind::kBounded
+                                        : GateKind::kSoftplus;
+  inputs.beta_kind = !options.beta_sigmoid ? BetaKind::kStepSize
+                     : options.neg_eigval  ? BetaKind::kTwiceSigmoid
+                                           : BetaKind::kSigmoid;
+  inputs.l2norm = options.l2norm;
+  inputs.scale = static_cast<float>(options.scale);
+  inputs.lower_bound = static_cast<float>(options.lower_bound.value_or(0.0));
+
+  inputs.initial_state = types.states(call.initial_state);
+  inputs.final_state = types.states(final_state);
+  inputs.state_v_first = options.state_v_first;
+}
+
+}  // namespace flashkda
