@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _backend, _dispatch, _known, _library, _native
 from . import _validate as valid
+from . import _validate_pool as valid_pool
 
 _check_inputs = valid.once_per_metadata(valid.check_inputs)
 
@@ -40,6 +41,15 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    pad_slot_id: int | None = None,
+    inplace_final_state: bool | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | int | None = None,
+    checkpoint_indices: Tensor | None = None,
+    workspace: Tensor | None = None,
+    max_seqlen: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
     chunk_size: int | None = None,
@@ -58,6 +68,20 @@ def chunk_kda(
 
     On CUDA devices that the kernels serve, bfloat16 calls with K = V = 128 that need no gradient
     run in them; all others take the PyTorch path, forward and backward (see :func:`explain`).
+
+    **State pool.** With ``ssm_state_indices``, ``initial_state`` is a pool ``[slots, HV, K, V]``
+    with any stride between slots. Sequence n starts from slot ``ssm_state_indices[n]``, and its
+    final state is written to slot ``final_state_indices[n]``, or back to where it came from.
+    Sequences may start from one slot together; a slot that is written must serve no other sequence.
+    A sequence without tokens leaves its slots alone.
+
+    **Prefix checkpoints.** States inside the sequences, after multiples of 16 tokens, can be
+    written to ``checkpoint_states``. Each is, to the bit, the final state of a call whose sequence
+    stops there, in the dtype of ``checkpoint_states``; on the PyTorch path as far as torch's
+    operations give a row the same result in batches of any size, which they do on one CPU thread.
+    Outputs and final states don't depend on checkpoints.
+
+    Calls with a pool, checkpoints or a workspace are not differentiable.
 
     Args:
         q: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; K up to 256. Any strides: the
@@ -98,6 +122,31 @@ def chunk_kda(
         max_num_seqs: with ``use_graph``, the N that ``cu_seqlens`` is padded to.
         A_log: ``[HV]``, any floating dtype. Needed by the softplus gate.
         dt_bias: ``[HV, K]`` or ``[HV * K]``, any floating dtype. Default: zeros.
+        ssm_state_indices: ``[N]`` int32 or int64 on q's device, any stride: the slot of each
+            sequence in the pool ``initial_state``.
+        final_state_indices: the same for final states. Default: ``ssm_state_indices``.
+        pad_slot_id: slots up to this are pads: -1 for SGLang, 0 where slot 0 is the null slot
+            (vLLM). A sequence whose final state would go to a pad is padding: none of its states
+            is read or written, its outputs are zeros. One that merely starts from a pad starts
+            from zeros, as a request without a prefix does. Default: there are no pads, and a slot
+            outside the pool is an error (where it can be seen: on a GPU kernel it can't).
+        inplace_final_state: overwrite ``initial_state``, and return it. Default: True for a pool,
+            else False. False with a pool only reads it.
+        checkpoint_states: ``[M, HV, K, V]``, or ``[M, HV, V, K]`` with ``state_v_first``; float32
+            or bfloat16 (float64 with float64 inputs), whatever ``initial_state`` has; any stride
+            between slots. Written. May be the pool itself if slots of checkpoints are no others'.
+        checkpoint_offsets: ``[N]`` or ``[N, P]`` int32 or int64 on q's device, any strides: tokens
+            from the start of a sequence in this call, multiples of 16. 0 is no checkpoint, and an
+            offset past the end is ignored. An int instead stands for a checkpoint after every so
+            many tokens: column p of ``checkpoint_indices`` then is for offset ``(p + 1)`` times it.
+        checkpoint_indices: int32 or int64 slots of ``checkpoint_states``, in the shape of
+            ``checkpoint_offsets``; negative ones are skipped. No two checkpoints may share a slot.
+            Default, with offsets ``[N]``: sequence n has slot n.
+        workspace: uint8 on q's device, contiguous, of at least ``get_workspace_size(B * T, HV, N)``
+            bytes: scratch memory, for CUDA graphs of a fixed capacity. The PyTorch path has no use
+            for it.
+        max_seqlen: the caller's promise that no sequence is longer. Checked where the host knows
+            the lengths; where only the device does, it lets the host choose what suits short ones.
         out: ``[B, T, HV, V]`` of v's dtype, written in place and returned; must overlap no input.
         backend: ``"cuda"``, ``"torch"``, or None for the best that serves the call.
         chunk_size: accepted; results do not depend on it.
@@ -107,12 +156,15 @@ def chunk_kda(
         The outputs ``[B, T, HV, V]`` in v's dtype, and the final states in the layout and dtype of
         ``initial_state`` (float32, or float64 for float64 inputs, without one), or None. Rows past
         ``cu_seqlens[-1]`` are zero, or untouched in ``out``. A sequence without tokens returns its
-        initial state. A NaN spreads to the later tokens of its own sequence, and within its chunk
-        of up to 64 tokens to earlier ones, never to another sequence.
+        initial state, a padded one zeros. With ``inplace_final_state`` the second is
+        ``initial_state`` itself. A NaN spreads to the later tokens of its own sequence, and within
+        its chunk of up to 64 tokens to earlier ones, never to another sequence.
 
     Raises:
-        ValueError: a shape, device, stride, range or combination is wrong; ``out`` is given while
-            an input requires grad.
+        ValueError: a shape, device, stride, range or combination is wrong; ``out``, a pool,
+            checkpoints or a workspace are given while an input requires grad. On the PyTorch path
+            also a slot outside its pool, a written slot that serves two, and an offset that is no
+            multiple of 16; kernels skip what they can't serve.
         TypeError: a dtype or the kind of an argument is wrong.
         NotImplementedError: ``cp_context`` or ``return_intermediate_states`` is asked for.
         RuntimeError: ``backend="cuda"`` can't serve the call.
@@ -137,7 +189,13 @@ def chunk_kda(
         chunk_size, transpose_state_layout,
     )  # fmt: skip
     # What flags alone do not settle goes the checked way.
-    is_plain = out is None and cu_seqlens_cpu is None and max_num_seqs is None
+    is_plain = (
+        out is None and cu_seqlens_cpu is None and max_num_seqs is None
+        and ssm_state_indices is None and final_state_indices is None and pad_slot_id is None
+        and inplace_final_state is None and checkpoint_states is None
+        and checkpoint_offsets is None and checkpoint_indices is None and workspace is None
+        and max_seqlen is None
+    )  # fmt: skip
     known = _known.find(q, others, flags) if is_plain else None
     if known is not None:
         results = _known.run((q, *others), output_final_state, *known)
@@ -172,10 +230,24 @@ def chunk_kda(
     num_sequences = _library.num_sequences(q, cu_seqlens)
     valid.check_graph(use_graph, max_num_seqs, cu_seqlens, num_sequences)
     valid.check_chunk_size(chunk_size)
-    valid.check_states(
-        "initial_state", initial_state, q=q, v=v, num_states=num_sequences,
-        state_v_first=state_v_first,
+    is_pool = ssm_state_indices is not None
+    in_place = valid_pool.resolve_in_place(inplace_final_state, is_pool, initial_state)
+    valid_pool.check_slots(
+        ssm_state_indices, final_state_indices, None, pad_slot_id, in_place=in_place, q=q,
+        num_sequences=num_sequences, slot_per_token=False,
     )  # fmt: skip
+    valid.check_states(
+        "initial_state", initial_state, q=q, v=v, num_states=None if is_pool else num_sequences,
+        state_v_first=state_v_first, written=in_place,
+    )  # fmt: skip
+    valid_pool.check_checkpoints(
+        checkpoint_states, checkpoint_offsets, checkpoint_indices, q=q, v=v,
+        num_sequences=num_sequences, state_v_first=state_v_first,
+    )  # fmt: skip
+    if workspace is not None:
+        needed = get_workspace_size(q.shape[0] * q.shape[1], v.shape[2], num_sequences)
+        valid_pool.check_workspace(workspace, needed, q)
+    valid_pool.check_max_seqlen(max_seqlen, q, cu_seqlens, cu_seqlens_cpu)
     q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
 
@@ -189,7 +261,14 @@ def chunk_kda(
         allow_neg_eigval,
         state_v_first,
     )
+    # What serving systems ask for goes through an operator of its own.
+    serving = valid_pool.first_given(
+        ssm_state_indices=ssm_state_indices, inplace_final_state=in_place,
+        checkpoint_states=checkpoint_states, workspace=workspace,
+    )  # fmt: skip
     if valid.requires_grad(*tensors):
+        if serving is not None:
+            valid_pool.refuse_grad(serving)
         if out is not None:
             raise ValueError(
                 "out: expected None when an input requires grad (autograd can't follow a write in "
@@ -201,11 +280,23 @@ def chunk_kda(
         return o, state if output_final_state else None
 
     final_state = None
-    if output_final_state:
+    if in_place:
+        final_state = initial_state
+    elif output_final_state:
         final_state = _library.empty_final_state(q, v, initial_state, num_sequences, state_v_first)
     if out is None:
         out = _library.new_out(v, cu_seqlens)
     gate_is_bounded = safe_gate if not use_gate_in_kernel else lower_bound is not None
+    if serving is not None:
+        _dispatch.chunk_pool_out(
+            tensors, cu_seqlens, cu_seqlens_cpu,
+            (ssm_state_indices, final_state_indices, pad_slot_id, in_place), out, final_state,
+            valid_pool.checkpoint_arguments(
+                checkpoint_states, checkpoint_offsets, checkpoint_indices
+            ),
+            workspace, options, gate_is_bounded, backend,
+        )  # fmt: skip
+        return out, final_state
     if _dispatch.chunk_out(
         tensors, cu_seqlens, cu_seqlens_cpu, out, final_state, options, gate_is_bounded, backend
     ):
@@ -234,8 +325,10 @@ def fused_recurrent_kda(
     *,
     inplace_final_state: bool | None = None,
     ssm_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     pad_slot_id: int | None = None,
+    state_is_ready: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
     transpose_state_layout: bool | None = None,
@@ -246,10 +339,11 @@ def fused_recurrent_kda(
 
     **State pool.** With ``ssm_state_indices``, ``initial_state`` is a pool ``[slots, HV, K, V]``
     with any stride between slots. Indices ``[N]``: sequence n starts from slot ``i[n]`` and its
-    final state goes back there. Indices ``[N, S]``, for speculative decoding: it starts from slot
-    ``i[n, 0]``, or ``i[n, num_accepted_tokens[n] - 1]``, and the state after token t goes to slot
-    ``i[n, t]``. No two sequences may share a slot. A sequence without tokens leaves its slots
-    alone.
+    final state goes to slot ``final_state_indices[n]``, or back. Indices ``[N, S]``, for
+    speculative decoding: it starts from slot ``i[n, 0]``, or ``i[n, num_accepted_tokens[n] - 1]``,
+    and the state after token t goes to slot ``i[n, t]``. Sequences may start from one slot
+    together; a slot that is written must serve no other sequence. A sequence without tokens leaves
+    its slots alone.
 
     Args:
         q: ``[B, T, H, K]``.
@@ -264,19 +358,31 @@ def fused_recurrent_kda(
             else False. False with a pool only reads it.
         ssm_state_indices: int32 or int64, ``[N]`` or ``[N, S]`` with S at least the longest
             sequence, any strides.
+        final_state_indices: int32 or int64 ``[N]``, with ``ssm_state_indices [N]``: the slots that
+            final states go to. Default: those that they came from.
         num_accepted_tokens: int32 or int64 ``[N]``, values in ``[1, S]``.
-        pad_slot_id: a sequence whose slot is at most this is padding: its states are neither read
-            nor written and its outputs are zeros; a slot of a token alone is not written. -1 for
-            SGLang's pads, 0 where slot 0 is the null slot (vLLM). Default: there are no pads, and a
-            slot outside the pool is an error (where it can be seen: on a GPU kernel it can't).
+        pad_slot_id: slots up to this are pads: -1 for SGLang, 0 where slot 0 is the null slot
+            (vLLM). A sequence whose slot is a pad is padding: none of its states is read or
+            written, its outputs are zeros. With ``final_state_indices`` that slot decides, and a
+            sequence that merely starts from a pad starts from zeros. With ``[N, S]`` the slot to
+            start from decides, and a state after a token that has a pad is not kept. Default: there
+            are no pads, and a slot outside the pool is an error (where it can be seen: on a GPU
+            kernel it can't).
+        state_is_ready: the caller's promise that the kernel just before on the stream does not
+            write ``initial_state``, ``ssm_state_indices``, ``final_state_indices``,
+            ``num_accepted_tokens``, ``cu_seqlens``, ``A_log`` or ``dt_bias``. The CUDA kernel then
+            loads states before that kernel has ended (programmatic dependent launch); with a
+            broken promise it may read what was there before. Inputs per token may be written by
+            that kernel. The PyTorch path has no use for it.
 
     Returns:
         As :func:`chunk_kda`; with ``inplace_final_state`` the second is ``initial_state``.
 
     Raises:
         NotImplementedError: an input requires grad; use :func:`chunk_kda`.
-        ValueError: as :func:`chunk_kda`; a slot outside the pool, more tokens than slots, an
-            accepted count outside ``[1, S]``, a state to be overwritten that requires grad.
+        ValueError: as :func:`chunk_kda`; on the PyTorch path also a slot outside the pool, a
+            written slot that serves two sequences, more tokens than slots, an accepted count
+            outside ``[1, S]``; a state to be overwritten that requires grad.
         TypeError: as :func:`chunk_kda`.
         RuntimeError: as :func:`chunk_kda`.
 
@@ -301,14 +407,13 @@ def fused_recurrent_kda(
     )  # fmt: skip
     scale = valid.resolve_scale(scale, q.shape[3])
     num_sequences = _library.num_sequences(q, cu_seqlens)
-    valid.check_slots(ssm_state_indices, num_accepted_tokens, pad_slot_id, q, num_sequences)
     is_pool = ssm_state_indices is not None
-    if inplace_final_state is None:
-        inplace_final_state = is_pool
-    valid.require_bool("inplace_final_state", inplace_final_state)
-    if initial_state is None and (is_pool or inplace_final_state):
-        needed_by = "ssm_state_indices" if is_pool else "inplace_final_state"
-        raise ValueError(f"initial_state: expected a tensor with {needed_by}, got None")
+    inplace_final_state = valid_pool.resolve_in_place(inplace_final_state, is_pool, initial_state)
+    valid_pool.check_slots(
+        ssm_state_indices, final_state_indices, num_accepted_tokens, pad_slot_id,
+        in_place=inplace_final_state, q=q, num_sequences=num_sequences, slot_per_token=True,
+    )  # fmt: skip
+    valid.require_bool("state_is_ready", state_is_ready)
     valid.check_states(
         "initial_state", initial_state, q=q, v=v, num_states=None if is_pool else num_sequences,
         state_v_first=state_v_first, written=inplace_final_state,
@@ -342,6 +447,7 @@ def fused_recurrent_kda(
         None if inplace_final_state else initial_state,
         cu_seqlens,
         ssm_state_indices,
+        final_state_indices,
         num_accepted_tokens,
         pad_slot_id,
         inplace_final_state,
@@ -354,6 +460,7 @@ def fused_recurrent_kda(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
         state_v_first,
+        state_is_ready,
     )
     return out, final_state
 
@@ -475,4 +582,8 @@ def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
         call["dt_bias"],
         call["initial_state"],
     )
+    in_place = call["inplace_final_state"]
+    serving = ("ssm_state_indices", "checkpoint_states", "workspace")
+    if in_place or any(call[name] is not None for name in serving):
+        return _dispatch.select_chunk_pool(q, call["backend"])
     return _dispatch.select_chunk(tensors, call["cu_seqlens"], None, call["backend"])
