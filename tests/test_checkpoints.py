@@ -33,6 +33,12 @@ def test_checkpoints_against_the_recurrence(x: CheckpointCase) -> None:
     check_checkpoints(flashkda.chunk_kda, x, FLOAT64)
 
 
+def test_checkpoints_on_every_device(device: str) -> None:
+    offsets = ((16, 64, 160), (16, 0, 0), (32, 48, 64), (32, 48, 64))
+    x = CheckpointCase(KdaCase(lengths=(160, 0, 33, 64)), offsets)
+    check_checkpoints(flashkda.chunk_kda, x, FLOAT64, device, backend="torch")
+
+
 @cases
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 def test_checkpoints_are_stopped_runs(x: CheckpointCase, dtype: torch.dtype) -> None:

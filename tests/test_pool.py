@@ -36,6 +36,12 @@ def test_pool_against_the_recurrence(function: Any, x: PoolCase) -> None:
     check_in_pool(function, x, FLOAT64)
 
 
+@pytest.mark.parametrize("x", [POOL_CASES[6], POOL_CASES[-4]], ids=pool_ids)
+def test_pool_on_every_device(x: PoolCase, device: str) -> None:
+    check_in_pool(flashkda.chunk_kda, x, FLOAT64, device, backend="torch")
+    check_in_pool(flashkda.fused_recurrent_kda, x, FLOAT64, device, backend="torch")
+
+
 @pools
 def test_pool_is_gather_run_scatter(x: PoolCase) -> None:
     """To the bit, in the dtypes that servers have."""
