@@ -117,6 +117,38 @@ def test_pool_that_is_only_read() -> None:
     check({"o": o}, {"o": want_o}, FLOAT64)
 
 
+@pytest.mark.parametrize(
+    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
+)
+def test_requests_may_share_a_slot_that_is_only_read(function: Any) -> None:
+    case = KdaCase(lengths=(20, 5, 9))
+    call = case.but(state=False).make()
+    pool, index = pool_of(case, 3), torch.tensor([1, 2, 1])
+    with unmodified({"pool": pool}):
+        got = function(
+            **call, initial_state=pool, ssm_state_indices=index, inplace_final_state=False
+        )
+    check_pair(got, oracle.kda(**call, initial_state=pool[index]), FLOAT64)
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
+def test_a_pool_without_work(lengths: tuple[int, ...]) -> None:
+    """A server with nothing to do, and tables that say nothing."""
+    case = KdaCase(lengths=lengths, state=False)
+    call = case.make()
+    pool, states = pool_of(case, 3), pool_of(case, 2)
+    with unmodified({"pool": pool, "states": states}):
+        o, final = flashkda.chunk_kda(
+            **call,
+            initial_state=pool,
+            ssm_state_indices=torch.full((len(lengths),), 99),
+            checkpoint_states=states,
+            checkpoint_offsets=torch.full((len(lengths),), 7),
+        )
+    assert final is pool
+    assert o.shape == call["v"].shape
+
+
 def test_dense_state_in_place() -> None:
     call = KdaCase(lengths=(20, 0, 5)).make()
     want = oracle.kda(**call)
