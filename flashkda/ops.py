@@ -97,7 +97,7 @@ def chunk_kda(
             Dtypes as for g.
         scale: factor on the outputs. Default: ``K ** -0.5``.
         initial_state: ``[N, HV, K, V]`` float32 or bfloat16 (float64 with float64 inputs), a state
-            per sequence. Default: zeros.
+            per sequence; or a pool. Default: zeros.
         output_final_state: return the states after the last tokens.
         use_qk_l2norm_in_kernel: normalise q and k: ``x / sqrt(sum(x^2) + 1e-6)``. Without it, keys
             with ``beta * |k|^2`` above 6e4 overflow the float16 inverse of the kernels.
