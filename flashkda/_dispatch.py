@@ -28,7 +28,7 @@ def select_chunk(
 
 
 def select_chunk_pool(q: Tensor, forced: str | None) -> _backend.Backend:
-    """The same for a call with a state pool, checkpoints or a workspace of the caller."""
+    """The implementation that serves a call with a pool, checkpoints or a workspace."""
     return _backend.select(q.device, forced, lambda: _native.NO_POOL)
 
 
