@@ -76,21 +76,24 @@ def recurrent_out(
             return True
         _backend.warn_of_fallback(chosen, tensors[0].device, forced, stacklevel=4)
     *inputs, initial_state = tensors
-    indices, _, accepted, pad = slots
     torch.ops.flashkda.recurrent_out(
         *inputs,
         None if in_place else initial_state,
         cu_seqlens,
-        indices,
-        accepted,
-        pad,
+        *slots,
         in_place,
         out,
         final_state,
         *options,
+        state_is_ready,
         backend,
     )
     return False
+
+
+def select_chunk_pool(q: Tensor, forced: str | None) -> _backend.Backend:
+    """The implementation that serves a call with a pool, checkpoints or a workspace."""
+    return _backend.select(q.device, forced, lambda: _native.NO_POOL)
 
 
 def _is_traced(q: Tensor) -> bool:
@@ -151,3 +154,38 @@ def chunk_out(
         *tensors, cu_seqlens, out, final_state, *options, gate_is_bounded, backend
     )
     return False
+
+
+def chunk_pool_out(
+    tensors: Tensors,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    pool: tuple[Any, ...],
+    out: Tensor,
+    final_state: Tensor | None,
+    checkpoints: tuple[Any, ...],
+    workspace: Tensor | None,
+    options: tuple[Any, ...],
+    gate_is_bounded: bool,
+    forced: str | None,
+) -> None:
+    """Runs a call with a state pool, checkpoints or a workspace of the caller.
+
+    ``pool`` are ssm_state_indices to in_place of the operator, ``checkpoints`` checkpoint_states to
+    checkpoint_indices; initial_state is one of ``tensors`` also in place.
+    """
+    if _is_traced(tensors[0]):
+        _backend.check_forced(forced)
+        backend = forced
+    else:
+        chosen = select_chunk_pool(tensors[0], forced)
+        backend = chosen.name
+        _backend.warn_of_fallback(chosen, tensors[0].device, forced, stacklevel=4)
+    if backend == "torch" and cu_seqlens_cpu is not None:
+        cu_seqlens = cu_seqlens_cpu  # saves a wait for the device
+    *inputs, initial_state = tensors
+    in_place = pool[-1]
+    torch.ops.flashkda.chunk_pool_out(
+        *inputs, None if in_place else initial_state, cu_seqlens, *pool, out, final_state,
+        *checkpoints, workspace, *options, gate_is_bounded, backend,
+    )  # fmt: skip

@@ -1,7 +1,8 @@
 """The operators ``torch.ops.flashkda.*``: schemas, the PyTorch path for them, autograd.
 
 One operator is opaque to ``torch.compile`` and ``torch.export``. ``chunk`` is functional and
-differentiable; ``chunk_out`` and ``recurrent_out`` write into tensors of the caller and are not.
+differentiable; ``chunk_out``, ``chunk_pool_out`` (states in a pool, checkpoints) and
+``recurrent_out`` write into tensors of the caller and are not.
 Schemas are defined here, so that they exist whatever the build holds; the PyTorch path is their
 implementation for every device. ``chunk_out`` takes the CUDA kernels where they serve the call.
 The operators ``*_native`` and ``*_native_out`` are the kernels alone: the native library attaches
@@ -17,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _backend, _dispatch, _native, _torch, _torch_recurrent
+from . import (
+    _backend,
+    _dispatch,
+    _native,
+    _torch,
+    _torch_checkpoints,
+    _torch_pool,
+    _torch_recurrent,
+    _torch_slots,
+)
 from ._torch_plan import sequences_of
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
@@ -55,9 +65,17 @@ _library.define(
     f"Tensor(b!)? final_state, {_OPTIONS}, bool state_is_ready) -> bool"
 )
 _library.define(
+    f"chunk_pool_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
+    "Tensor? ssm_state_indices, Tensor? final_state_indices, int? pad_slot_id, bool in_place, "
+    "Tensor(a!) out, Tensor(b!)? final_state, Tensor(c!)? checkpoint_states, "
+    "Tensor? checkpoint_offsets, int checkpoint_every, Tensor? checkpoint_indices, "
+    f"Tensor(d!)? workspace, {_OPTIONS}, bool gate_is_bounded, str? backend) -> ()"
+)
+_library.define(
     f"recurrent_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
-    "Tensor? ssm_state_indices, Tensor? num_accepted_tokens, int? pad_slot_id, bool in_place, "
-    f"Tensor(a!) out, Tensor(b!)? final_state, {_OPTIONS}, str? backend) -> ()"
+    "Tensor? ssm_state_indices, Tensor? final_state_indices, Tensor? num_accepted_tokens, "
+    f"int? pad_slot_id, bool in_place, Tensor(a!) out, Tensor(b!)? final_state, {_OPTIONS}, "
+    "bool state_is_ready, str? backend) -> ()"
 )
 
 
@@ -121,6 +139,57 @@ def _chunk_out(
     sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
     _write_rows(
         out, lambda rows: _torch.forward(inputs, sequences, initial_state, rows, final_state)
+    )
+
+
+def _chunk_pool_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    final_state_indices: Tensor | None,
+    pad_slot_id: int | None,
+    in_place: bool,
+    out: Tensor,
+    final_state: Tensor | None,
+    checkpoint_states: Tensor | None,
+    checkpoint_offsets: Tensor | None,
+    checkpoint_every: int,
+    checkpoint_indices: Tensor | None,
+    workspace: Tensor | None,
+    *options: Any,
+) -> None:
+    (*numbers, _, backend) = options
+    if backend != "torch" and q.is_cuda:
+        chosen = _dispatch.select_chunk_pool(q, backend)
+        _backend.warn_of_fallback(chosen, q.device, backend)
+    inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*numbers))
+    sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
+    state_in = final_state if in_place else initial_state
+    # All tables are read and checked before anything is written.
+    slots = checkpoints = None
+    if ssm_state_indices is not None:
+        assert state_in is not None
+        slots = _torch_slots.slots_of(
+            ssm_state_indices, final_state_indices, None, pad_slot_id, state_in.shape[0],
+            sequences, in_place=in_place,
+        )  # fmt: skip
+    if checkpoint_states is not None:
+        checkpoints = _torch_checkpoints.checkpoints_of(
+            checkpoint_states, checkpoint_offsets, checkpoint_every, checkpoint_indices, sequences,
+            _torch_pool.padding_of(slots, sequences),
+        )  # fmt: skip
+    _write_rows(
+        out,
+        lambda rows: _torch_pool.forward(
+            inputs, sequences, state_in, slots, rows, final_state, checkpoints
+        ),
     )
 
 
@@ -217,6 +286,7 @@ def _recurrent_out(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     ssm_state_indices: Tensor | None,
+    final_state_indices: Tensor | None,
     num_accepted_tokens: Tensor | None,
     pad_slot_id: int | None,
     in_place: bool,
@@ -225,15 +295,22 @@ def _recurrent_out(
     *options: Any,
 ) -> None:
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    *numbers, backend = options
+    (*numbers, state_is_ready, backend) = options
     if backend != "torch" and q.is_cuda:
         chosen = _dispatch.select_recurrent(
             tensors, cu_seqlens, ssm_state_indices, in_place, final_state, backend
         )
         if chosen.name == "cuda":
-            slots_given = (ssm_state_indices, None, num_accepted_tokens, pad_slot_id)
+            slots_given = (ssm_state_indices, final_state_indices, num_accepted_tokens, pad_slot_id)
             _native.recurrent_out(
-                tensors, cu_seqlens, slots_given, in_place, out, final_state, *numbers, False
+                tensors,
+                cu_seqlens,
+                slots_given,
+                in_place,
+                out,
+                final_state,
+                *numbers,
+                state_is_ready,
             )
             return
         _backend.warn_of_fallback(chosen, q.device, backend)
@@ -243,9 +320,10 @@ def _recurrent_out(
     slots = None
     if ssm_state_indices is not None:
         assert state_in is not None
-        slots = _torch_recurrent.slots_of(
-            ssm_state_indices, num_accepted_tokens, pad_slot_id, state_in.shape[0], sequences
-        )
+        slots = _torch_slots.slots_of(
+            ssm_state_indices, final_state_indices, num_accepted_tokens, pad_slot_id,
+            state_in.shape[0], sequences, in_place=in_place,
+        )  # fmt: skip
     _write_rows(
         out,
         lambda rows: _torch_recurrent.forward(
@@ -330,6 +408,7 @@ def _register() -> None:
         "chunk": (_chunk, _chunk_fake),
         "chunk_backward": (_chunk_backward, _chunk_backward_fake),
         "chunk_out": (_chunk_out, _writes_only),
+        "chunk_pool_out": (_chunk_pool_out, _writes_only),
         "recurrent_out": (_recurrent_out, _writes_only),
     }
     for name, (implementation, fake) in implementations.items():

@@ -19,6 +19,10 @@ MAX_VALUE_HEADS = 65535  # of a CUDA grid
 ALIGNMENT = 16  # bytes, of what TMA reads and writes
 _GATE_DTYPES = (torch.bfloat16, torch.float32)
 
+NO_POOL = (
+    "there is no CUDA kernel yet for whole sequences on state pools, with checkpoints or in a "
+    "workspace of the caller"
+)
 NO_LIBRARY = "this build of flashkda holds no CUDA kernels, so the PyTorch path serves every device"
 NOTHING_TO_COMPUTE = "the call has no tokens or no sequences, so there is nothing to compute"
 DECLINED = "flashkda: the kernels declined a call that was fitted to them"

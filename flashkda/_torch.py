@@ -15,6 +15,7 @@ one per segment, and recomputes each segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -138,7 +139,7 @@ class Activated:
     beta_logits: Tensor
 
 
-def _activate(inputs: Inputs, segment: Segment, chunk_size: int, *, with_q: bool) -> Activated:
+def activate(inputs: Inputs, segment: Segment, chunk_size: int, *, with_q: bool) -> Activated:
     options = inputs.options
 
     def load(x: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ class Factors:
     v: Tensor  # [M, C, V]
 
 
-def _factor(activated: Activated) -> Factors:
+def factor(activated: Activated) -> Factors:
     k = activated.k.flatten(0, 1)
     q = None if activated.q is None else activated.q.flatten(0, 1)
     beta = activated.beta.flatten(0, 1).unsqueeze(-1)
@@ -232,7 +233,7 @@ def _steps(segment: Segment, num_heads: int) -> list[slice]:
     return slices
 
 
-def _advance(state: Tensor, f: Factors, step: slice) -> tuple[Tensor, Tensor]:
+def advance(state: Tensor, f: Factors, step: slice) -> tuple[Tensor, Tensor]:
     """One step: overwrites the state ``[n, K, V]``, returns R and U, both ``[n, C, V]``."""
     residual = torch.baddbmm(f.v[step], f.k_in[step], state, alpha=-1)
     update = torch.bmm(f.inverse[step], f.beta[step] * residual)
@@ -269,25 +270,33 @@ def forward(
     initial_state: Tensor | None,
     out: Tensor,
     final_state: Tensor | None,
+    observe: Callable[[Group, int, Tensor], None] | None = None,
 ) -> None:
     """Writes ``out [B * T, HV, V]`` (rows of tokens inside a sequence) and ``final_state``.
 
-    ``final_state`` may be ``initial_state`` itself.
+    ``final_state`` may be ``initial_state`` itself. ``observe`` is called with the number of steps
+    done and the states of a group ``[n * HV, K, V]``, before each step and after the last.
     """
     num_heads = inputs.num_heads
     for group in plan_groups(sequences, num_heads, out.device):
         state = _load_state(initial_state, group, inputs, out.shape[-1])
+        steps_done = 0
         for segment in group.segments:
-            f = _factor(_activate(inputs, segment, group.chunk_size, with_q=True))
+            f = factor(activate(inputs, segment, group.chunk_size, with_q=True))
             assert f.q_in is not None
             assert f.a_qk is not None
             outputs = torch.empty_like(f.v)
             for step in _steps(segment, num_heads):
+                if observe is not None:
+                    observe(group, steps_done, state)
                 running = state[: step.stop - step.start]
                 torch.bmm(f.q_in[step], running, out=outputs[step])
-                _, update = _advance(running, f, step)
+                _, update = advance(running, f, step)
                 outputs[step].baddbmm_(f.a_qk[step], update)
+                steps_done += 1
             _scatter(out, segment, outputs.unflatten(0, (-1, num_heads)))
+        if observe is not None:
+            observe(group, steps_done, state)
         if final_state is not None:
             _store_state(final_state, group, inputs, state)
 
@@ -315,9 +324,9 @@ def _states_at_segments(inputs: Inputs, group: Group, state: Tensor) -> list[Ten
     for index, segment in enumerate(group.segments):
         states.append(state[: segment.active[0] * inputs.num_heads].clone())
         if index + 1 < len(group.segments):
-            f = _factor(_activate(inputs, segment, group.chunk_size, with_q=False))
+            f = factor(activate(inputs, segment, group.chunk_size, with_q=False))
             for step in _steps(segment, inputs.num_heads):
-                _advance(state[: step.stop - step.start], f, step)
+                advance(state[: step.stop - step.start], f, step)
     return states
 
 
@@ -352,8 +361,8 @@ def _segment_backward(
     grads: Gradients,
 ) -> None:
     """Backward of one segment; ``grad_state`` goes from its end to its start, in place."""
-    activated = _activate(inputs, segment, group.chunk_size, with_q=True)
-    f = _factor(activated)
+    activated = activate(inputs, segment, group.chunk_size, with_q=True)
+    f = factor(activated)
     assert f.q_in is not None
     assert f.a_qk is not None
     steps = _steps(segment, inputs.num_heads)
@@ -366,7 +375,7 @@ def _segment_backward(
     for step in steps:
         running = state[: step.stop - step.start]
         states[step] = running
-        residuals[step], updates[step] = _advance(running, f, step)
+        residuals[step], updates[step] = advance(running, f, step)
 
     # Then back: the gradient of the state after each chunk, and X = T^T dU.
     grad_states = torch.empty_like(states)

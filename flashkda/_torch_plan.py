@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Group:
-    sequences: Tensor  # [n] which sequences, longest first
+    members: tuple[int, ...]  # which sequences, longest first
+    sequences: Tensor  # [n] the same on the device
     chunk_size: int
     segments: tuple[Segment, ...]
 
@@ -84,22 +85,38 @@ def sequences_of(batch: int, tokens: int, cu_seqlens: Tensor | None) -> Sequence
 def plan_groups(
     sequences: Sequences, num_heads: int, device: torch.device, *, reverse: bool = False
 ) -> Iterator[Group]:
-    """Yields the groups one at a time; ``reverse`` only turns the order of groups."""
+    """Yields the groups one at a time; ``reverse`` only turns the order of groups.
+
+    How a sequence is cut into chunks depends on its length alone, so that its results don't depend
+    on what it is batched with.
+    """
     budget = CPU_BUDGET if device.type == "cpu" else ACCELERATOR_BUDGET
     order = sorted(range(len(sequences.lengths)), key=lambda n: -sequences.lengths[n])
     group_size = max(1, budget // (num_heads * MAX_CHUNK))
-    firsts = range(0, len(order), group_size)
-    for first in reversed(firsts) if reverse else firsts:
-        yield _plan_group(sequences, order[first : first + group_size], num_heads, budget, device)
+    groups = [
+        members[first : first + group_size]
+        for members in (
+            list(run) for _, run in groupby(order, lambda n: chunk_size_of(sequences.lengths[n]))
+        )
+        for first in range(0, len(members), group_size)
+    ]
+    for members in reversed(groups) if reverse else groups:
+        yield _plan_group(sequences, members, num_heads, budget, device)
+
+
+def chunk_size_of(length: int) -> int:
+    """The chunk length of a sequence."""
+    chunk_size = MIN_CHUNK
+    while chunk_size < min(length, MAX_CHUNK):
+        chunk_size *= 2
+    return chunk_size
 
 
 def _plan_group(
     sequences: Sequences, members: Sequence[int], num_heads: int, budget: int, device: torch.device
 ) -> Group:
     lengths = [sequences.lengths[n] for n in members]
-    chunk_size = MIN_CHUNK
-    while chunk_size < min(lengths[0], MAX_CHUNK):
-        chunk_size *= 2
+    chunk_size = chunk_size_of(lengths[0])
     starts = torch.tensor([sequences.starts[n] for n in members])
     stops = starts + torch.tensor(lengths)
 
@@ -130,4 +147,5 @@ def _plan_group(
             )
         )
         step += steps
-    return Group(torch.tensor(members, device=device), chunk_size, tuple(segments))
+    on_device = torch.tensor(members, device=device)
+    return Group(tuple(members), on_device, chunk_size, tuple(segments))

@@ -311,42 +311,6 @@ def check_out(out: Any, v: Tensor) -> None:
     require_writable("out", out)
 
 
-def check_slots(
-    ssm_state_indices: Any, num_accepted_tokens: Any, pad_slot_id: Any, q: Tensor, num_states: int
-) -> None:
-    """Slot table of a state pool; what the table holds is checked where it is read."""
-    if ssm_state_indices is None:
-        for name, x in (
-            ("num_accepted_tokens", num_accepted_tokens),
-            ("pad_slot_id", pad_slot_id),
-        ):
-            if x is not None:
-                raise ValueError(f"{name}: expected ssm_state_indices with it, got None")
-        return
-    require_tensor("ssm_state_indices", ssm_state_indices)
-    if ssm_state_indices.dim() not in (1, 2) or ssm_state_indices.shape[0] != num_states:
-        raise ValueError(
-            f"ssm_state_indices: expected shape [N] or [N, S] with N = {num_states}, got "
-            f"{list(ssm_state_indices.shape)}"
-        )
-    require_dtype("ssm_state_indices", ssm_state_indices, INDEX_DTYPES)
-    require_device("ssm_state_indices", ssm_state_indices, q.device)
-    if num_accepted_tokens is not None:
-        require_tensor("num_accepted_tokens", num_accepted_tokens)
-        require_shape("num_accepted_tokens", num_accepted_tokens, "[N]", (num_states,))
-        require_dtype("num_accepted_tokens", num_accepted_tokens, INDEX_DTYPES)
-        require_device("num_accepted_tokens", num_accepted_tokens, q.device)
-        if ssm_state_indices.dim() != 2:
-            raise ValueError(
-                "num_accepted_tokens: expected ssm_state_indices of shape [N, S] with it, got "
-                f"{list(ssm_state_indices.shape)}"
-            )
-    if pad_slot_id is not None and (
-        isinstance(pad_slot_id, bool) or not isinstance(pad_slot_id, int)
-    ):
-        raise TypeError(f"pad_slot_id: expected an int or None, got {_describe(pad_slot_id)}")
-
-
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd has to follow a call with these inputs."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from . import _backend, _dispatch, _known, _library
 from . import _validate as valid
+from . import _validate_pool as valid_pool
+from ._fwd import fwd as fwd
+from ._fwd import get_workspace_size as get_workspace_size
 
 _check_inputs = valid.once_per_metadata(valid.check_inputs)
 
@@ -39,6 +42,15 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    pad_slot_id: int | None = None,
+    inplace_final_state: bool | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | int | None = None,
+    checkpoint_indices: Tensor | None = None,
+    workspace: Tensor | None = None,
+    max_seqlen: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
     chunk_size: int | None = None,
@@ -58,6 +70,20 @@ def chunk_kda(
     On CUDA devices that the kernels serve, bfloat16 calls with K = V = 128 that need no gradient
     run in them; all others take the PyTorch path, forward and backward (see :func:`explain`).
 
+    **State pool.** With ``ssm_state_indices``, ``initial_state`` is a pool ``[slots, HV, K, V]``
+    with any stride between slots. Sequence n starts from slot ``ssm_state_indices[n]``, and its
+    final state is written to slot ``final_state_indices[n]``, or back to where it came from.
+    Sequences may start from one slot together; a slot that is written must serve no other sequence.
+    A sequence without tokens leaves its slots alone.
+
+    **Prefix checkpoints.** States inside the sequences, after multiples of 16 tokens, can be
+    written to ``checkpoint_states``. Each is, to the bit, the final state of a call whose sequence
+    stops there, in the dtype of ``checkpoint_states``; on the PyTorch path as far as torch's
+    operations give a row the same result in batches of any size, which they do on one CPU thread.
+    Outputs and final states don't depend on checkpoints.
+
+    Calls with a pool, checkpoints or a workspace are not differentiable.
+
     Args:
         q: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; K up to 256. Any strides: the
             kernels read rows of tokens in place (adjacent heads, row strides of a multiple of 16
@@ -70,7 +96,7 @@ def chunk_kda(
             Dtypes as for g.
         scale: factor on the outputs. Default: ``K ** -0.5``.
         initial_state: ``[N, HV, K, V]`` float32 or bfloat16 (float64 with float64 inputs), a state
-            per sequence. Default: zeros.
+            per sequence; or a pool. Default: zeros.
         output_final_state: return the states after the last tokens.
         use_qk_l2norm_in_kernel: normalise q and k: ``x / sqrt(sum(x^2) + 1e-6)``. Without it, keys
             with ``beta * |k|^2`` above 6e4 overflow the float16 inverse of the kernels.
@@ -97,6 +123,33 @@ def chunk_kda(
         max_num_seqs: with ``use_graph``, the N that ``cu_seqlens`` is padded to.
         A_log: ``[HV]``, any floating dtype. Needed by the softplus gate.
         dt_bias: ``[HV, K]`` or ``[HV * K]``, any floating dtype. Default: zeros.
+        ssm_state_indices: ``[N]`` int32 or int64 on q's device, any stride: the slot of each
+            sequence in the pool ``initial_state``.
+        final_state_indices: the same for final states. Default: ``ssm_state_indices``.
+        pad_slot_id: slots up to this are pads: -1 for SGLang, 0 where slot 0 is the null slot
+            (vLLM). A sequence whose final state would go to a pad is padding: none of its states
+            is read or written, its outputs are zeros. One that merely starts from a pad starts
+            from zeros, as a request without a prefix does. Default: there are no pads, and a slot
+            outside the pool is an error (where it can be seen: on a GPU kernel it can't).
+        inplace_final_state: overwrite ``initial_state``, and return it. Default: True for a pool,
+            else False. False with a pool only reads it.
+        checkpoint_states: ``[M, HV, K, V]``, or ``[M, HV, V, K]`` with ``state_v_first``; float32
+            or bfloat16 (float64 with float64 inputs), whatever ``initial_state`` has; any stride
+            between slots. Written. May be the pool itself if slots of checkpoints are no others'.
+        checkpoint_offsets: ``[N]`` or ``[N, P]`` int32 or int64 on q's device, any strides: tokens
+            from the start of a sequence in this call, multiples of 16. 0 is no checkpoint, and an
+            offset past the end is ignored. An int instead stands for a checkpoint after every so
+            many tokens: column p of ``checkpoint_indices`` then is for offset ``(p + 1)`` times it.
+        checkpoint_indices: int32 or int64 slots of ``checkpoint_states``, in the shape of
+            ``checkpoint_offsets``; negative ones are skipped. No two checkpoints may share a slot.
+            Default, with offsets ``[N]``: sequence n has slot n.
+        workspace: uint8 on q's device, contiguous, of at least ``get_workspace_size(B * T, HV, N)``
+            bytes: scratch memory, for CUDA graphs of a fixed capacity. The PyTorch path has no use
+            for it.
+        max_seqlen: the caller's promise that no sequence is longer, checked where the host knows
+            the lengths. Up to 16 tokens (default: by T, or by ``cu_seqlens_cpu``) the kernels take
+            token by token, more in chunks: results differ by rounding, and promises of equal bits
+            hold between calls that are taken in the same way.
         out: ``[B, T, HV, V]`` of v's dtype, written in place and returned; must overlap no input.
         backend: ``"cuda"``, ``"torch"``, or None for the best that serves the call.
         chunk_size: accepted; results do not depend on it.
@@ -106,12 +159,15 @@ def chunk_kda(
         The outputs ``[B, T, HV, V]`` in v's dtype, and the final states in the layout and dtype of
         ``initial_state`` (float32, or float64 for float64 inputs, without one), or None. Rows past
         ``cu_seqlens[-1]`` are zero, or untouched in ``out``. A sequence without tokens returns its
-        initial state. A NaN spreads to the later tokens of its own sequence, and within its chunk
-        of up to 64 tokens to earlier ones, never to another sequence.
+        initial state, a padded one zeros. With ``inplace_final_state`` the second is
+        ``initial_state`` itself. A NaN spreads to the later tokens of its own sequence, and within
+        its chunk of up to 64 tokens to earlier ones, never to another sequence.
 
     Raises:
-        ValueError: a shape, device, stride, range or combination is wrong; ``out`` is given while
-            an input requires grad.
+        ValueError: a shape, device, stride, range or combination is wrong; ``out``, a pool,
+            checkpoints or a workspace are given while an input requires grad. On the PyTorch path
+            also a slot outside its pool, a written slot that serves two, and an offset that is no
+            multiple of 16; kernels skip what they can't serve.
         TypeError: a dtype or the kind of an argument is wrong.
         NotImplementedError: ``cp_context`` or ``return_intermediate_states`` is asked for.
         RuntimeError: ``backend="cuda"`` can't serve the call.
@@ -136,7 +192,13 @@ def chunk_kda(
         chunk_size, transpose_state_layout,
     )  # fmt: skip
     # What flags alone do not settle goes the checked way.
-    is_plain = out is None and cu_seqlens_cpu is None and max_num_seqs is None
+    is_plain = (
+        out is None and cu_seqlens_cpu is None and max_num_seqs is None
+        and ssm_state_indices is None and final_state_indices is None and pad_slot_id is None
+        and inplace_final_state is None and checkpoint_states is None
+        and checkpoint_offsets is None and checkpoint_indices is None and workspace is None
+        and max_seqlen is None
+    )  # fmt: skip
     known = _known.find(q, others, flags) if is_plain else None
     if known is not None:
         results = _known.run((q, *others), output_final_state, *known)
@@ -171,10 +233,24 @@ def chunk_kda(
     num_sequences = _library.num_sequences(q, cu_seqlens)
     valid.check_graph(use_graph, max_num_seqs, cu_seqlens, num_sequences)
     valid.check_chunk_size(chunk_size)
-    valid.check_states(
-        "initial_state", initial_state, q=q, v=v, num_states=num_sequences,
-        state_v_first=state_v_first,
+    is_pool = ssm_state_indices is not None
+    in_place = valid_pool.resolve_in_place(inplace_final_state, is_pool, initial_state)
+    valid_pool.check_slots(
+        ssm_state_indices, final_state_indices, None, pad_slot_id, in_place=in_place, q=q,
+        num_sequences=num_sequences, slot_per_token=False,
     )  # fmt: skip
+    valid.check_states(
+        "initial_state", initial_state, q=q, v=v, num_states=None if is_pool else num_sequences,
+        state_v_first=state_v_first, written=in_place,
+    )  # fmt: skip
+    valid_pool.check_checkpoints(
+        checkpoint_states, checkpoint_offsets, checkpoint_indices, q=q, v=v,
+        num_sequences=num_sequences, state_v_first=state_v_first,
+    )  # fmt: skip
+    if workspace is not None:
+        needed = get_workspace_size(q.shape[0] * q.shape[1], v.shape[2], num_sequences)
+        valid_pool.check_workspace(workspace, needed, q)
+    max_seqlen = valid_pool.resolve_max_seqlen(max_seqlen, q, cu_seqlens, cu_seqlens_cpu)
     q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
 
@@ -188,7 +264,14 @@ def chunk_kda(
         allow_neg_eigval,
         state_v_first,
     )
+    # What serving systems ask for goes through an operator of its own.
+    serving = valid_pool.first_given(
+        ssm_state_indices=ssm_state_indices, inplace_final_state=in_place,
+        checkpoint_states=checkpoint_states, workspace=workspace,
+    )  # fmt: skip
     if valid.requires_grad(*tensors):
+        if serving is not None:
+            valid_pool.refuse_grad(serving)
         if out is not None:
             raise ValueError(
                 "out: expected None when an input requires grad (autograd can't follow a write in "
@@ -200,14 +283,26 @@ def chunk_kda(
         return o, state if output_final_state else None
 
     final_state = None
-    if output_final_state:
+    if in_place:
+        final_state = initial_state
+    elif output_final_state:
         final_state = _library.empty_final_state(q, v, initial_state, num_sequences, state_v_first)
     if out is None:
         out = _library.new_out(v, cu_seqlens)
     gate_is_bounded = safe_gate if not use_gate_in_kernel else lower_bound is not None
+    if serving is not None:
+        _dispatch.chunk_pool_out(
+            tensors, cu_seqlens, cu_seqlens_cpu,
+            (ssm_state_indices, final_state_indices, pad_slot_id, in_place), out, final_state,
+            valid_pool.checkpoint_arguments(
+                checkpoint_states, checkpoint_offsets, checkpoint_indices
+            ),
+            workspace, options, gate_is_bounded, backend,
+        )  # fmt: skip
+        return out, final_state
     if _dispatch.chunk_out(
-        tensors, cu_seqlens, cu_seqlens_cpu, out, final_state, options, gate_is_bounded, None,
-        backend,
+        tensors, cu_seqlens, cu_seqlens_cpu, out, final_state, options, gate_is_bounded,
+        max_seqlen, backend,
     ):  # fmt: skip
         _known.remember(flags, (*options, gate_is_bounded))
     return out, final_state
@@ -234,8 +329,10 @@ def fused_recurrent_kda(
     *,
     inplace_final_state: bool | None = None,
     ssm_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     pad_slot_id: int | None = None,
+    state_is_ready: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
     transpose_state_layout: bool | None = None,
@@ -246,10 +343,11 @@ def fused_recurrent_kda(
 
     **State pool.** With ``ssm_state_indices``, ``initial_state`` is a pool ``[slots, HV, K, V]``
     with any stride between slots. Indices ``[N]``: sequence n starts from slot ``i[n]`` and its
-    final state goes back there. Indices ``[N, S]``, for speculative decoding: it starts from slot
-    ``i[n, 0]``, or ``i[n, num_accepted_tokens[n] - 1]``, and the state after token t goes to slot
-    ``i[n, t]``. No two sequences may share a slot. A sequence without tokens leaves its slots
-    alone.
+    final state goes to slot ``final_state_indices[n]``, or back. Indices ``[N, S]``, for
+    speculative decoding: it starts from slot ``i[n, 0]``, or ``i[n, num_accepted_tokens[n] - 1]``,
+    and the state after token t goes to slot ``i[n, t]``. Sequences may start from one slot
+    together; a slot that is written must serve no other sequence. A sequence without tokens leaves
+    its slots alone.
 
     Args:
         q: ``[B, T, H, K]``.
@@ -264,19 +362,31 @@ def fused_recurrent_kda(
             else False. False with a pool only reads it.
         ssm_state_indices: int32 or int64, ``[N]`` or ``[N, S]`` with S at least the longest
             sequence, any strides.
+        final_state_indices: int32 or int64 ``[N]``, with ``ssm_state_indices [N]``: the slots that
+            final states go to. Default: those that they came from.
         num_accepted_tokens: int32 or int64 ``[N]``, values in ``[1, S]``.
-        pad_slot_id: a sequence whose slot is at most this is padding: its states are neither read
-            nor written and its outputs are zeros; a slot of a token alone is not written. -1 for
-            SGLang's pads, 0 where slot 0 is the null slot (vLLM). Default: there are no pads, and a
-            slot outside the pool is an error (where it can be seen: on a GPU kernel it can't).
+        pad_slot_id: slots up to this are pads: -1 for SGLang, 0 where slot 0 is the null slot
+            (vLLM). A sequence whose slot is a pad is padding: none of its states is read or
+            written, its outputs are zeros. With ``final_state_indices`` that slot decides, and a
+            sequence that merely starts from a pad starts from zeros. With ``[N, S]`` the slot to
+            start from decides, and a state after a token that has a pad is not kept. Default: there
+            are no pads, and a slot outside the pool is an error (where it can be seen: on a GPU
+            kernel it can't).
+        state_is_ready: the caller's promise that the kernel just before on the stream does not
+            write ``initial_state``, ``ssm_state_indices``, ``final_state_indices``,
+            ``num_accepted_tokens``, ``cu_seqlens``, ``A_log`` or ``dt_bias``. The CUDA kernel then
+            loads states before that kernel has ended (programmatic dependent launch); with a
+            broken promise it may read what was there before. Inputs per token may be written by
+            that kernel. The PyTorch path has no use for it.
 
     Returns:
         As :func:`chunk_kda`; with ``inplace_final_state`` the second is ``initial_state``.
 
     Raises:
         NotImplementedError: an input requires grad; use :func:`chunk_kda`.
-        ValueError: as :func:`chunk_kda`; a slot outside the pool, more tokens than slots, an
-            accepted count outside ``[1, S]``, a state to be overwritten that requires grad.
+        ValueError: as :func:`chunk_kda`; on the PyTorch path also a slot outside the pool, a
+            written slot that serves two sequences, more tokens than slots, an accepted count
+            outside ``[1, S]``; a state to be overwritten that requires grad.
         TypeError: as :func:`chunk_kda`.
         RuntimeError: as :func:`chunk_kda`.
 
@@ -293,14 +403,14 @@ def fused_recurrent_kda(
     """
     others = (
         k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
-        ssm_state_indices, None, num_accepted_tokens,
+        ssm_state_indices, final_state_indices, num_accepted_tokens,
     )  # fmt: skip
     flags = (
         "recurrent", A_log is None, dt_bias is None, cu_seqlens is None, initial_state is None,
-        ssm_state_indices is None, num_accepted_tokens is None, scale, output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        lower_bound, state_v_first, inplace_final_state, pad_slot_id, backend,
-        transpose_state_layout,
+        ssm_state_indices is None, final_state_indices is None, num_accepted_tokens is None, scale,
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first,
+        inplace_final_state, pad_slot_id, state_is_ready, backend, transpose_state_layout,
     )  # fmt: skip
     known = _known.find(q, others, flags) if out is None else None
     if known is not None:
@@ -320,14 +430,13 @@ def fused_recurrent_kda(
     )  # fmt: skip
     scale = valid.resolve_scale(scale, q.shape[3])
     num_sequences = _library.num_sequences(q, cu_seqlens)
-    valid.check_slots(ssm_state_indices, num_accepted_tokens, pad_slot_id, q, num_sequences)
     is_pool = ssm_state_indices is not None
-    if inplace_final_state is None:
-        inplace_final_state = is_pool
-    valid.require_bool("inplace_final_state", inplace_final_state)
-    if initial_state is None and (is_pool or inplace_final_state):
-        needed_by = "ssm_state_indices" if is_pool else "inplace_final_state"
-        raise ValueError(f"initial_state: expected a tensor with {needed_by}, got None")
+    inplace_final_state = valid_pool.resolve_in_place(inplace_final_state, is_pool, initial_state)
+    valid_pool.check_slots(
+        ssm_state_indices, final_state_indices, num_accepted_tokens, pad_slot_id,
+        in_place=inplace_final_state, q=q, num_sequences=num_sequences, slot_per_token=True,
+    )  # fmt: skip
+    valid.require_bool("state_is_ready", state_is_ready)
     valid.check_states(
         "initial_state", initial_state, q=q, v=v, num_states=None if is_pool else num_sequences,
         state_v_first=state_v_first, written=inplace_final_state,
@@ -340,7 +449,7 @@ def fused_recurrent_kda(
     q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    slots = (ssm_state_indices, None, num_accepted_tokens, pad_slot_id)
+    slots = (ssm_state_indices, final_state_indices, num_accepted_tokens, pad_slot_id)
     final_state = None
     if inplace_final_state:
         final_state = initial_state
@@ -359,105 +468,10 @@ def fused_recurrent_kda(
     )
     if _dispatch.recurrent_out(
         tensors, cu_seqlens, slots, inplace_final_state, out, final_state,
-        options, False, backend,
+        options, state_is_ready, backend,
     ):  # fmt: skip
-        _known.remember(flags, (*options, False))
+        _known.remember(flags, (*options, state_is_ready))
     return out, final_state
-
-
-def fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    out: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    initial_state: Tensor | None = None,
-    final_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> None:
-    """:func:`chunk_kda` into the caller's tensors, with the argument order of Moonshot's ``fwd``.
-
-    Gate, normalisation and sigmoid are on: g are raw gate logits, beta logits.
-
-    Args:
-        q: ``[B, T, H, K]``.
-        k: ``[B, T, H, K]``.
-        v: ``[B, T, HV, V]``.
-        g: ``[B, T, HV, K]``.
-        beta: ``[B, T, HV]``.
-        scale: factor on the outputs.
-        out: ``[B, T, HV, V]`` of v's dtype, written; rows past ``cu_seqlens[-1]`` stay untouched.
-        A_log: ``[HV]``.
-        dt_bias: ``[HV, K]`` or ``[HV * K]``.
-        lower_bound: in [-5, 0), or None for the softplus gate.
-        initial_state: ``[N, HV, V, K]`` float32 or bfloat16.
-        final_state: ``[N, HV, V, K]`` float32 or bfloat16, written; may be ``initial_state``.
-        cu_seqlens: ``[N + 1]`` int32 or int64.
-
-    Raises:
-        ValueError: as :func:`chunk_kda`; also when an input requires grad.
-        TypeError: as :func:`chunk_kda`.
-    """
-    others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    flags = ("fwd", A_log is None, dt_bias is None, scale, lower_bound)
-    known = _known.find(q, (*others, out, final_state), flags)
-    if known is not None and _known.run_into(out, final_state, (q, *others), *known):
-        return
-    lower_bound = valid.resolve_lower_bound(lower_bound)
-    _check_inputs(
-        q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-        True, True, True,
-        False, lower_bound,
-    )  # fmt: skip
-    scale = valid.resolve_scale(scale, q.shape[3])
-    num_sequences = _library.num_sequences(q, cu_seqlens)
-    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
-        valid.check_states(
-            name, state, q=q, v=v, num_states=num_sequences, state_v_first=True,
-            written=name == "final_state",
-        )  # fmt: skip
-    valid.require_tensor("out", out)
-    valid.check_out(out, v)
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    if valid.requires_grad(*tensors):
-        raise ValueError(
-            "out: expected inputs that do not require grad (autograd can't follow a write in "
-            "place), got one that does; use chunk_kda, or torch.no_grad()"
-        )
-    options = (scale, lower_bound, True, True, True, False, True)
-    bounded = lower_bound is not None
-    if _dispatch.chunk_out(
-        tensors, cu_seqlens, None, out, final_state, options, bounded, None, None
-    ):
-        _known.remember(flags, (*options, bounded))
-
-
-def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
-    """Bytes of scratch memory that the caller of :func:`fwd` has to provide: none.
-
-    Every backend takes what it needs from torch's allocator (the kernels about 930 bytes per token
-    and up to 30 kB per sequence, for each value head).
-
-    Args:
-        T_total: tokens of all sequences.
-        H: heads.
-        N: sequences.
-
-    Raises:
-        TypeError: an argument is no int.
-        ValueError: an argument is negative.
-    """
-    for name, x in (("T_total", T_total), ("H", H), ("N", N)):
-        if isinstance(x, bool) or not isinstance(x, int):
-            raise TypeError(f"{name}: expected an int, got a value of type {type(x).__name__}")
-        if x < 0:
-            raise ValueError(f"{name}: expected at least 0, got {x}")
-    return 0
 
 
 def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
@@ -484,4 +498,8 @@ def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
         call["dt_bias"],
         call["initial_state"],
     )
+    in_place = call["inplace_final_state"]
+    serving = ("ssm_state_indices", "checkpoint_states", "workspace")
+    if in_place or any(call[name] is not None for name in serving):
+        return _dispatch.select_chunk_pool(q, call["backend"])
     return _dispatch.select_chunk(tensors, call["cu_seqlens"], None, call["backend"])

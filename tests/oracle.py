@@ -175,15 +175,17 @@ def kda_pool(
     *,
     pool: Tensor,
     ssm_state_indices: Tensor,
+    final_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     pad_slot_id: int | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output and the pool [slots,...] after decoding, in float64; `pool` itself is left alone.
+    """Output and the pool [slots,...] after a call, in float64; `pool` itself is left alone.
 
-    An index <= `pad_slot_id` is padding: nothing read, nothing written, zero output.
+    An index <= `pad_slot_id` is padding: nothing read, nothing written, zero output. With
+    `final_state_indices` that holds for those; a source <= `pad_slot_id` is a state of zeros.
     """
     inputs = activate(q, k, v, g, beta, **options)
     o = torch.zeros_like(inputs[2])
@@ -191,6 +193,7 @@ def kda_pool(
     stored = after.transpose(-1, -2) if state_v_first else after  # a view: writes reach `after`
     before = stored.clone()
     table = ssm_state_indices.tolist()
+    ends = None if final_state_indices is None else final_state_indices.tolist()
 
     def is_pad(slot: int) -> bool:
         return pad_slot_id is not None and slot <= pad_slot_id
@@ -201,14 +204,45 @@ def kda_pool(
             continue
         accepted = 1 if num_accepted_tokens is None else int(num_accepted_tokens[n])
         start = row[accepted - 1] if isinstance(row, list) else row
-        if is_pad(start):
+        if is_pad(start if ends is None else ends[n]):
             continue
-        piece, states = recur(rows(inputs, b, lo, hi), before[start][None])
+        first = torch.zeros_like(before[0]) if is_pad(start) else before[start]
+        piece, states = recur(rows(inputs, b, lo, hi), first[None])
         o[b, lo:hi] = piece[0]
         if isinstance(row, list):
             for t in range(hi - lo):
                 if not is_pad(row[t]):
                     stored[row[t]] = states[t + 1][0]
         else:
-            stored[row] = states[-1][0]
+            stored[row if ends is None else ends[n]] = states[-1][0]
     return o, after
+
+
+def states_inside(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    after: list[tuple[int, int]],
+    initial_state: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = True,
+    **options: Any,
+) -> list[Tensor]:
+    """The state [HV,...] of sequence n after its first t tokens, for each (n, t) of `after`."""
+    del output_final_state
+    inputs = activate(q, k, v, g, beta, **options)
+    result = []
+    for n, count in after:
+        b, lo, hi = spans(q.shape[0], q.shape[1], cu_seqlens)[n]
+        assert 0 <= count <= hi - lo
+        state = inputs[0].new_zeros(1, v.shape[2], q.shape[-1], v.shape[3])
+        if initial_state is not None:
+            state = initial_state[n : n + 1].to(torch.float64)
+            state = state.transpose(-1, -2) if state_v_first else state
+        _, states = recur(rows(inputs, b, lo, lo + count), state)
+        result.append(states[-1][0].transpose(-1, -2) if state_v_first else states[-1][0])
+    return result

@@ -1,12 +1,8 @@
-"""The argument contract: what is wrong is named, and a refused call has touched nothing.
-
-Every message reads `<argument>: expected <...>, got <...>`.
-"""
+"""The argument contract: what is wrong is named, and a refused call has touched nothing."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -15,14 +11,25 @@ import torch
 from calls import unmodified
 from cases import KdaCase
 from errors import FLOAT64, check_pair
+from refusals import (
+    META,
+    NAN,
+    Bad,
+    Change,
+    N,
+    Ty,
+    V,
+    away,
+    cast,
+    cut,
+    flat,
+    grow,
+    put,
+    refused,
+    table,
+)
 
 import flashkda
-
-META = torch.device("meta")
-NAN = float("nan")
-
-Change = Callable[[dict[str, Any]], dict[str, Any]]
-Bad = tuple[str, type[Exception], str, Change]
 
 
 def base() -> dict[str, Any]:
@@ -33,36 +40,9 @@ def packed() -> dict[str, Any]:
     return KdaCase(lengths=(4, 0, 2), H=2, HV=4, K=8, V=12, dtype=torch.float32).make()
 
 
-def put(**values: Any) -> Change:
-    return lambda call: values
-
-
-def cut(name: str, dim: int) -> Change:
-    """One too few along a dimension."""
-    return lambda call: {name: call[name].narrow(dim, 0, call[name].shape[dim] - 1)}
-
-
-def grow(name: str, dim: int) -> Change:
-    return lambda call: {name: torch.cat([call[name], call[name].narrow(dim, 0, 1)], dim)}
-
-
-def cast(name: str, dtype: torch.dtype) -> Change:
-    return lambda call: {name: call[name].to(dtype)}
-
-
-def flat(name: str) -> Change:
-    return lambda call: {name: call[name].flatten(0, 1)}
-
-
-def away(name: str) -> Change:
-    return lambda call: {name: call[name].to(META)}
-
-
 def tracked_q(call: dict[str, Any]) -> dict[str, Any]:
     return {"q": call["q"].clone().requires_grad_()}
 
-
-V, Ty, N, R = ValueError, TypeError, NotImplementedError, RuntimeError
 
 COMMON: list[Bad] = [
     # shapes
@@ -203,28 +183,6 @@ CHUNK_PACKED: list[Bad] = [
 ]
 
 
-def refused(
-    function: Callable[..., Any], call: dict[str, Any], error: type[Exception], name: str
-) -> str:
-    """Assert the exception, its form, and that no argument changed."""
-    with unmodified(call), pytest.raises(error) as caught:
-        function(**call)
-    assert type(caught.value) is error
-    message = str(caught.value)
-    subject, _, rest = message.partition(": ")
-    assert subject == name, message
-    if error in (ValueError, TypeError):
-        assert rest.startswith("expected "), message
-        assert ", got " in rest, message
-    return message
-
-
-def table(rows: list[Bad]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        ("error", "name", "change"), [x[1:] for x in rows], ids=[x[0] for x in rows]
-    )
-
-
 both = pytest.mark.parametrize(
     "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
 )
@@ -276,85 +234,6 @@ def test_forced_cuda_on_cpu_says_why() -> None:
 
 
 # --- decode ---------------------------------------------------------------------------------------
-
-
-def pool_call() -> dict[str, Any]:
-    call = KdaCase(T=2, B=3, H=2, HV=4, K=8, V=12, dtype=torch.float32, state=False).make()
-    del call["output_final_state"]
-    return call | {
-        "initial_state": torch.randn(6, 4, 8, 12),
-        "ssm_state_indices": torch.tensor([5, 0, 2]),
-        "inplace_final_state": True,
-    }
-
-
-TABLE = torch.tensor([[5, 0, 2], [1, 3, 4], [5, 5, 5]])
-SLOTS, ACCEPTED = "ssm_state_indices", "num_accepted_tokens"
-GOOD = torch.tensor([1, 1, 2])
-
-POOL: list[Bad] = [
-    ("indices_without_pool", V, "initial_state", put(initial_state=None)),
-    ("indices_list", Ty, SLOTS, put(ssm_state_indices=[5, 0, 2])),
-    ("indices_float", Ty, SLOTS, put(ssm_state_indices=torch.tensor([5.0, 0.0, 2.0]))),
-    ("indices_int16", Ty, SLOTS, cast(SLOTS, torch.int16)),
-    ("indices_count", V, SLOTS, put(ssm_state_indices=torch.tensor([5, 0]))),
-    ("indices_three_dims", V, SLOTS, put(ssm_state_indices=TABLE[None])),
-    ("indices_elsewhere", V, SLOTS, away(SLOTS)),
-    ("table_too_narrow", V, SLOTS, put(ssm_state_indices=TABLE[:, :1])),
-    ("index_past_the_pool", V, SLOTS, put(ssm_state_indices=torch.tensor([5, 6, 2]))),
-    ("index_negative", V, SLOTS, put(ssm_state_indices=torch.tensor([5, -1, 2]))),
-    (
-        "index_past_the_pool_with_pads",
-        V,
-        SLOTS,
-        put(ssm_state_indices=torch.tensor([5, 6, -1]), pad_slot_id=-1),
-    ),
-    (
-        "index_negative_but_not_a_pad",
-        V,
-        SLOTS,
-        put(ssm_state_indices=torch.tensor([5, -1, 2]), pad_slot_id=-2),
-    ),
-    ("table_index_past_the_pool", V, SLOTS, put(ssm_state_indices=TABLE + 2)),
-    ("accepted_without_table", V, ACCEPTED, put(num_accepted_tokens=GOOD)),
-    (
-        "accepted_without_indices",
-        V,
-        ACCEPTED,
-        put(
-            num_accepted_tokens=GOOD,
-            ssm_state_indices=None,
-            initial_state=torch.randn(3, 4, 8, 12),
-        ),
-    ),
-    ("accepted_zero", V, ACCEPTED, put(ssm_state_indices=TABLE, num_accepted_tokens=GOOD - 1)),
-    ("accepted_past_S", V, ACCEPTED, put(ssm_state_indices=TABLE, num_accepted_tokens=GOOD + 2)),
-    ("accepted_count", V, ACCEPTED, put(ssm_state_indices=TABLE, num_accepted_tokens=GOOD[:2])),
-    ("accepted_float", Ty, ACCEPTED, put(ssm_state_indices=TABLE, num_accepted_tokens=GOOD / 1)),
-    ("pad_text", Ty, "pad_slot_id", put(pad_slot_id="-1")),
-    ("pad_float", Ty, "pad_slot_id", put(pad_slot_id=-1.0)),
-    ("pool_heads", V, "initial_state", cut("initial_state", 1)),
-    ("pool_layout", V, "initial_state", put(state_v_first=True)),
-    ("pool_float16", Ty, "initial_state", cast("initial_state", torch.float16)),
-    (
-        "pool_requires_grad",
-        V,
-        "initial_state",
-        put(initial_state=torch.zeros(6, 4, 8, 12, requires_grad=True)),
-    ),
-    (
-        "pool_overlaps_itself",
-        V,
-        "initial_state",
-        put(initial_state=torch.zeros(1, 4, 8, 12).expand(6, 4, 8, 12)),
-    ),
-]
-
-
-@table(POOL)
-def test_refused_pool(error: type[Exception], name: str, change: Change) -> None:
-    call = pool_call()
-    refused(flashkda.fused_recurrent_kda, call | change(call), error, name)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"])

@@ -18,7 +18,7 @@ import flashkda
 from flashkda import cli
 from flashkda._progress import Progress
 from flashkda._selftest import recurrence
-from flashkda.bench import _forward, _gpu, _memory, _report
+from flashkda.bench import _decode, _forward, _gpu, _memory, _report
 from flashkda.bench._report import markdown_table
 
 SMALL = [
@@ -171,7 +171,9 @@ def gpu_command(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float]) -> No
     monkeypatch.setattr(f"{main}.torch.cuda.get_device_name", lambda: "a card")
     rows = [_gpu.Row("1x8192 H96", gate, 0.5, 0.4, 0.6) for gate in ("fast", "slow")]
     monkeypatch.setattr(_gpu, "errors", lambda: errors)
-    monkeypatch.setattr(_gpu, "run", lambda shapes, repeats: (rows, 12.5))
+    monkeypatch.setattr(_gpu, "run", lambda shapes, repeats: (rows, {"chunk_kda": 12.5}))
+    decode = [_decode.Row("256 rows", 0.25, 0.2, 0.3, 2e12)]
+    monkeypatch.setattr(_decode, "run", lambda shapes, repeats: (decode, 4e12))
 
 
 def test_gpu_times_are_printed_beside_their_errors(
@@ -182,10 +184,29 @@ def test_gpu_times_are_printed_beside_their_errors(
     printed = capsys.readouterr().out
     for text in ("a card", "0.5000", "0.4000 to 0.6000", "12.5 us", "fast gate 3.0e-03"):
         assert text in printed
+    for text in ("256 rows", "0.2500", "0.2000 to 0.3000", "2.00", "50 %", "4.00 TB/s"):
+        assert text in printed
     assert cli.main(["bench", "gpu", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["host_us"] == 12.5
+    assert result["host_us"] == {"chunk_kda": 12.5}
+    assert result["decode"][0]["bytes_per_s"] == 2e12
+    assert result["copy_bytes_per_s"] == 4e12
     assert [row["gate"] for row in result["forward"]] == ["fast", "slow"]
+
+
+def test_no_time_of_decode_is_printed_for_a_wrong_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_command(monkeypatch, {"fast": 3e-3, "slow": 4e-3})
+
+    def fails(shapes: object, repeats: int) -> None:
+        raise RuntimeError("256 rows: wrong outputs")
+
+    monkeypatch.setattr(_decode, "run", fails)
+    assert cli.main(["bench", "gpu"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "256 rows: wrong outputs" in captured.err
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan")])

@@ -10,6 +10,7 @@ import torch
 from calls import double, tokens, unmodified
 from cases import EMPTIES, FLAGS, SHAPES, VARLEN, KdaCase, ids
 from errors import BF16, FLOAT32, FLOAT64, check, check_pair
+from pools import padded_pool, pool_of
 from torch import Tensor
 
 import flashkda
@@ -127,23 +128,6 @@ def test_out_rows_past_the_end_are_left_alone() -> None:
 # --- pools ----------------------------------------------------------------------------------------
 
 
-def pool_of(case: KdaCase, slots: int, dtype: torch.dtype | None = None) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    shape = (case.V, case.K) if case.state_v_first else (case.K, case.V)
-    pool = torch.randn(slots, case.heads, *shape, generator=generator, dtype=torch.float64)
-    return pool.to(dtype or (torch.float64 if case.dtype == torch.float64 else torch.float32))
-
-
-def padded_pool(pool: Tensor, gap: int = 13) -> tuple[Tensor, Tensor]:
-    """(view with an enlarged slot stride, its whole memory with sentinels in the gaps)."""
-    row = pool[0].numel()
-    memory = torch.full((pool.shape[0], row + gap), 777.0, dtype=pool.dtype)
-    memory[:, :row] = pool.reshape(pool.shape[0], row)
-    view = memory.as_strided(pool.shape, (row + gap, *pool[0].stride()))
-    assert torch.equal(view, pool)
-    return view, memory
-
-
 def check_pool(
     case: KdaCase,
     index: Tensor,
@@ -165,7 +149,8 @@ def check_pool(
     assert torch.equal(index, table)
     if final is not None:
         assert final.data_ptr() == pool.data_ptr()
-    reference = {x: y for x, y in more.items() if x in ("num_accepted_tokens", "pad_slot_id")}
+    tables = ("final_state_indices", "num_accepted_tokens", "pad_slot_id")
+    reference = {x: y for x, y in more.items() if x in tables}
     want_o, want_pool = oracle.kda_pool(
         **double(call), pool=original, ssm_state_indices=table, **reference
     )
@@ -193,6 +178,32 @@ POOL_CASES = [
 @pytest.mark.parametrize("case", POOL_CASES, ids=ids)
 def test_pool_one_slot_each(case: KdaCase, index_dtype: torch.dtype) -> None:
     check_pool(case, torch.tensor(ORDER, dtype=index_dtype))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=["i32", "i64"])
+@pytest.mark.parametrize("pad_slot_id", [None, -1, 0])
+@pytest.mark.parametrize("case", POOL_CASES, ids=ids)
+def test_pool_to_given_slots(case: KdaCase, pad_slot_id: int | None, index_dtype: Any) -> None:
+    """Two forks of one state; with pads also a fresh start, and a sequence that is none."""
+    index, final = torch.tensor([7, 7, 11, 3]), torch.tensor([8, 5, 11, 9])
+    if pad_slot_id is not None:
+        index[2], final[3] = pad_slot_id - 40, pad_slot_id
+    more: dict[str, Any] = {} if pad_slot_id is None else {"pad_slot_id": pad_slot_id}
+    final = torch.stack([final, final], dim=1).to(index_dtype)[:, 0]
+    o = check_pool(case, index.to(index_dtype), final_state_indices=final, **more)
+    if case.lengths is None and pad_slot_id is not None:
+        assert bool((o[3] == 0).all())
+
+
+def test_pool_of_no_use_when_all_start_from_zeros() -> None:
+    case = KdaCase(T=2, B=2)
+    final = torch.tensor([1, 0])
+    check_pool(case, torch.tensor([-1, -7]), slots=2, final_state_indices=final, pad_slot_id=-1)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_promise_of_a_ready_state_changes_nothing(ready: bool) -> None:
+    check_pool(KdaCase(T=1, B=4), torch.tensor(ORDER), state_is_ready=ready)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -369,27 +380,28 @@ def test_pool_that_is_only_read(two_d: bool) -> None:
     check_pair(got, oracle.kda(**call, initial_state=starts), FLOAT64)
 
 
-def test_pool_that_is_only_read_with_padding_and_empties() -> None:
+@pytest.mark.parametrize("pad", [-1, 0, 1])
+def test_pool_that_is_only_read_with_padding_and_empties(pad: int) -> None:
     """A padded sequence ends at zero, an empty one at the state it would have started from."""
     case = KdaCase(lengths=(2, 3, 0, 1))
     call = case.but(state=False).make()
     pool = pool_of(case, 6)
-    index = torch.tensor([4, -1, 3, 0])
+    index = torch.tensor([4, pad, 3, 2])
     with unmodified({"pool": pool}):
         o, final = recurrent(
             call,
             initial_state=pool,
             ssm_state_indices=index,
             inplace_final_state=False,
-            pad_slot_id=-1,
+            pad_slot_id=pad,
         )
     want_o, after = oracle.kda_pool(
         **{x: y for x, y in call.items() if x != "output_final_state"},
         pool=pool,
         ssm_state_indices=index,
-        pad_slot_id=-1,
+        pad_slot_id=pad,
     )
-    want = torch.stack([after[4], torch.zeros_like(after[4]), pool[3], after[0]])
+    want = torch.stack([after[4], torch.zeros_like(after[4]), pool[3], after[2]])
     check_pair((o, final), (want_o, want), FLOAT64)
 
 

@@ -11,8 +11,6 @@ Rows that can't be shown here:
     B54  zero fill on the wrong stream: CUDA streams
     B55  tensors on another device than the current one: two GPUs
     B56  launch failure unseen: kernel launches
-    B62  checkpoint at an offset that is no multiple of 16: there are no checkpoints yet
-    B63  more than one checkpoint: there are no checkpoints yet
     B72  sequences split by warm-up: the PyTorch path never splits a sequence
 """
 
@@ -591,6 +589,39 @@ def test_B76_no_triton_needed() -> None:
         "assert o.isfinite().all() and s.isfinite().all()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def checkpointed(offsets: list[list[int]]) -> tuple[dict[str, Any], Tensor]:
+    """A call of 40 tokens and its checkpoints, of which those not taken are NaN."""
+    call = KdaCase(T=40).make()
+    states = torch.full((len(offsets[0]), 2, 16, 16), float("nan"), dtype=torch.float64)
+    flashkda.chunk_kda(
+        **call,
+        checkpoint_states=states,
+        checkpoint_offsets=torch.tensor(offsets),
+        checkpoint_indices=torch.arange(len(offsets[0]))[None],
+    )
+    return call, states
+
+
+def test_B62_a_checkpoint_is_written_or_an_error() -> None:
+    call, states = checkpointed([[0, 16, 32, 48]])
+    want = oracle.states_inside(**call, after=[(0, 16), (0, 32)])
+    check_pair((states[1], states[2]), (want[0], want[1]), FLOAT64)
+    assert bool(states[[0, 3]].isnan().all())  # none, and past the end
+    for offset in (24, 40, 56):
+        with pytest.raises(ValueError, match=f"checkpoint_offsets: .*16, got {offset}"):
+            checkpointed([[offset]])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_B63_any_number_of_checkpoints(count: int) -> None:
+    call, states = checkpointed([[16, 32, 16, 32][:count]])
+    want = oracle.states_inside(**call, after=[(0, 16), (0, 32), (0, 16), (0, 32)][:count])
+    check({"states": states}, {"states": torch.stack(want)}, FLOAT64)
 
 
 # --- completeness ---------------------------------------------------------------------------------

@@ -29,6 +29,18 @@ def _pool(case: KdaCase) -> dict[str, Any]:
     }
 
 
+def _serving(case: KdaCase) -> dict[str, Any]:
+    """Everything that `chunk_kda` can be asked to read and write in place."""
+    return _pool(case) | {
+        "final_state_indices": torch.tensor([5, 2, -1]),
+        "checkpoint_states": torch.zeros(6, 2, 16, 16, dtype=torch.float64),
+        "checkpoint_offsets": torch.tensor([[16, 0], [0, 16], [16, 32]], dtype=torch.int32),
+        "checkpoint_indices": torch.tensor([[3, 0], [-1, 2], [1, 4]]),
+        "workspace": torch.zeros(flashkda.get_workspace_size(100, 2, 3) + 8, dtype=torch.uint8),
+        "max_seqlen": 100,
+    }
+
+
 def _with_out(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"out": torch.zeros_like(call["v"])}
 
@@ -63,6 +75,14 @@ ROUTES: dict[str, Callable[[], Any]] = {
     "chunk_backward": lambda: gradients(flashkda.chunk_kda, KdaCase(T=20).make()),
     "chunk_backward_varlen": lambda: gradients(
         flashkda.chunk_kda, KdaCase(lengths=(5, 0, 18), tail=2).make()
+    ),
+    "chunk_pool": lambda: flashkda.chunk_kda(**_pool(KdaCase(T=20, B=3))),
+    "chunk_pool_serving": lambda: flashkda.chunk_kda(**_serving(KdaCase(lengths=(20, 0, 40)))),
+    "chunk_checkpoints": lambda: flashkda.chunk_kda(
+        **KdaCase(T=40).make(),
+        checkpoint_states=torch.zeros(2, 2, 16, 16, dtype=torch.float64),
+        checkpoint_offsets=16,
+        checkpoint_indices=torch.tensor([[1, 0]]),
     ),
     "fwd": _fwd,
     "recurrent": lambda: flashkda.fused_recurrent_kda(**KdaCase(T=3, B=2).make()),
@@ -119,6 +139,14 @@ def test_meta_tensors(function: Any, case: KdaCase) -> None:
     for a, b in zip(real, function(**moved), strict=True):
         assert b.device.type == "meta"
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_meta_tensors_in_a_pool() -> None:
+    call = _serving(KdaCase(lengths=(20, 0, 40)))
+    moved = {x: y.to("meta") if isinstance(y, Tensor) else y for x, y in call.items()}
+    o, pool = flashkda.chunk_kda(**moved)
+    assert pool is moved["initial_state"]
+    assert (o.device.type, o.shape) == ("meta", call["v"].shape)
 
 
 @pytest.fixture
@@ -185,6 +213,34 @@ def test_compiled_decode(pool: bool) -> None:
     got, want = compiled(**call), flashkda.fused_recurrent_kda(**other)
     check({"o": got[0]}, {"o": want[0]}, FLOAT64)
     check({"state": call["initial_state"]}, {"state": other["initial_state"]}, FLOAT64)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("make", [_pool, _serving], ids=["pool", "serving"])
+def test_compiled_pool(make: Callable[[KdaCase], dict[str, Any]]) -> None:
+    case = KdaCase(lengths=(20, 0, 40))
+    call = make(case)
+    other: dict[str, Any] = {x: y.clone() if isinstance(y, Tensor) else y for x, y in call.items()}
+    compiled = torch.compile(flashkda.chunk_kda, fullgraph=True, backend="aot_eager")
+    got, want = compiled(**call), flashkda.chunk_kda(**other)
+    check({"o": got[0]}, {"o": want[0]}, FLOAT64)
+    written = [x for x in ("initial_state", "checkpoint_states") if x in call]
+    check({x: call[x] for x in written}, {x: other[x] for x in written}, FLOAT64)
+    assert bool((call[written[-1]] != make(case)[written[-1]]).any())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_checkpoints_in_the_pool_itself() -> None:
+    """One tensor twice among what the operator writes."""
+    call = _pool(KdaCase(T=20, B=3)) | {
+        "checkpoint_offsets": torch.tensor([16, 0, 16]),
+        "checkpoint_indices": torch.tensor([0, 1, 2]),
+    }
+    other: dict[str, Any] = {x: y.clone() if isinstance(y, Tensor) else y for x, y in call.items()}
+    compiled = torch.compile(flashkda.chunk_kda, fullgraph=True, backend="aot_eager")
+    for function, arguments in ((compiled, call), (flashkda.chunk_kda, other)):
+        function(**arguments, checkpoint_states=arguments["initial_state"])
+    check({"pool": call["initial_state"]}, {"pool": other["initial_state"]}, FLOAT64)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

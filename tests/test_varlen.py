@@ -161,3 +161,17 @@ def test_equal_lengths_are_the_batched_call() -> None:
     dense = flashkda.chunk_kda(**call)
     assert dense[1] is not None
     check_pair((o.reshape(dense[0].shape), state), (dense[0], dense[1]), FLOAT64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+def test_results_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    """To the bit: chunks are those that a sequence has when it is alone."""
+    call = KdaCase(lengths=(130, 16, 0, 1, 32, 17, 65, 33), dtype=dtype).make()
+    o, state = flashkda.chunk_kda(**call)
+    assert state is not None
+    bounds = call["cu_seqlens"].tolist()
+    for n in range(len(bounds) - 1):
+        alone, final = flashkda.chunk_kda(**sequence(call, n))
+        assert final is not None
+        assert torch.equal(o[:, bounds[n] : bounds[n + 1]], alone)
+        assert torch.equal(state[n : n + 1], final)

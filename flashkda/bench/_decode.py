@@ -91,16 +91,19 @@ class Step:
 
     def run(self) -> Tensor:
         """One step, in place."""
+        q, k, v, g, beta = self.inputs
         out, _ = fused_recurrent_kda(
-            *self.inputs, **self.options, initial_state=self.pool, ssm_state_indices=self.slots
-        )
+            q, k, v, g, beta, **self.options,
+            initial_state=self.pool, ssm_state_indices=self.slots,
+        )  # fmt: skip
         return out
 
     def error(self) -> float:
         """Relative error of outputs against the PyTorch path in float64."""
         start = self.pool[self.slots].double()
+        q, k, v, g, beta = (x.double() for x in self.inputs)
         want, _ = fused_recurrent_kda(
-            *(x.double() for x in self.inputs),
+            q, k, v, g, beta,
             **self.options,
             initial_state=start,
             backend="torch",

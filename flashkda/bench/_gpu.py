@@ -153,11 +153,12 @@ def host_times(calls: int = 300, repeats: int = 10) -> dict[str, float]:
     }
     found = {}
     slots = torch.arange(1, device="cuda")
-    for name, tokens, function, more in (
+    functions: tuple[tuple[str, int, Any, dict[str, Any]], ...] = (
         ("chunk_kda 1x16", 16, chunk_kda, {"output_final_state": True}),
         ("chunk_kda 1x64", 64, chunk_kda, {"output_final_state": True}),
         ("fused_recurrent_kda 1x1", 1, fused_recurrent_kda, {"ssm_state_indices": slots}),
-    ):
+    )
+    for name, tokens, function, more in functions:
         call = Call.draw(Shape("", 1, tokens, 4), "slow")
         options |= {"A_log": call.A_log, "dt_bias": call.dt_bias, "initial_state": call.state}
         times = []

@@ -1,0 +1,105 @@
+"""The functions of Moonshot's FlashKDA: results go into tensors of the caller."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import _dispatch, _known, _library
+from . import _validate as valid
+
+_check_inputs = valid.once_per_metadata(valid.check_inputs)
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """:func:`flashkda.chunk_kda` into the caller's tensors, in the order of Moonshot's ``fwd``.
+
+    Gate, normalisation and sigmoid are on: g are raw gate logits, beta logits.
+
+    Args:
+        q: ``[B, T, H, K]``.
+        k: ``[B, T, H, K]``.
+        v: ``[B, T, HV, V]``.
+        g: ``[B, T, HV, K]``.
+        beta: ``[B, T, HV]``.
+        scale: factor on the outputs.
+        out: ``[B, T, HV, V]`` of v's dtype, written; rows past ``cu_seqlens[-1]`` stay untouched.
+        A_log: ``[HV]``.
+        dt_bias: ``[HV, K]`` or ``[HV * K]``.
+        lower_bound: in [-5, 0), or None for the softplus gate.
+        initial_state: ``[N, HV, V, K]`` float32 or bfloat16.
+        final_state: ``[N, HV, V, K]`` float32 or bfloat16, written; may be ``initial_state``.
+        cu_seqlens: ``[N + 1]`` int32 or int64.
+
+    Raises:
+        ValueError: as :func:`flashkda.chunk_kda`; also when an input requires grad.
+        TypeError: as :func:`flashkda.chunk_kda`.
+    """
+    others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    flags = ("fwd", A_log is None, dt_bias is None, scale, lower_bound)
+    known = _known.find(q, (*others, out, final_state), flags)
+    if known is not None and _known.run_into(out, final_state, (q, *others), *known):
+        return
+    lower_bound = valid.resolve_lower_bound(lower_bound)
+    _check_inputs(
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+        True, True, True,
+        False, lower_bound,
+    )  # fmt: skip
+    scale = valid.resolve_scale(scale, q.shape[3])
+    num_sequences = _library.num_sequences(q, cu_seqlens)
+    for name, state in (("initial_state", initial_state), ("final_state", final_state)):
+        valid.check_states(
+            name, state, q=q, v=v, num_states=num_sequences, state_v_first=True,
+            written=name == "final_state",
+        )  # fmt: skip
+    valid.require_tensor("out", out)
+    valid.check_out(out, v)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if valid.requires_grad(*tensors):
+        raise ValueError(
+            "out: expected inputs that do not require grad (autograd can't follow a write in "
+            "place), got one that does; use chunk_kda, or torch.no_grad()"
+        )
+    options = (scale, lower_bound, True, True, True, False, True)
+    bounded = lower_bound is not None
+    if _dispatch.chunk_out(
+        tensors, cu_seqlens, None, out, final_state, options, bounded, None, None
+    ):
+        _known.remember(flags, (*options, bounded))
+
+
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """Bytes that the ``workspace`` of :func:`flashkda.chunk_kda` needs, and :func:`fwd`: none.
+
+    Every backend takes what it needs from torch's allocator (the kernels about 930 bytes per token
+    and up to 30 kB per sequence, for each value head).
+
+    Args:
+        T_total: tokens of all sequences.
+        H: value heads.
+        N: sequences.
+
+    Raises:
+        TypeError: an argument is no int.
+        ValueError: an argument is negative.
+    """
+    for name, x in (("T_total", T_total), ("H", H), ("N", N)):
+        if isinstance(x, bool) or not isinstance(x, int):
+            raise TypeError(f"{name}: expected an int, got a value of type {type(x).__name__}")
+        if x < 0:
+            raise ValueError(f"{name}: expected at least 0, got {x}")
+    return 0
