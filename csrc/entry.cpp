@@ -129,7 +129,7 @@ int enqueue(Launch<Params> Architecture::* launch,
 
 extern "C" {
 
-int flashkda_abi() { return 2; }
+int flashkda_abi() { return 3; }
 
 char const* flashkda_build_info() { return FLASHKDA_BUILD_INFO; }
 
@@ -142,6 +142,10 @@ char const* flashkda_probe(int device, char* message, size_t message_bytes) {
 
 size_t flashkda_chunk_fwd_workspace_bytes(flashkda::ChunkFwdParams const* params) {
   return flashkda::chunk_fwd_workspace_bytes(*params);
+}
+
+size_t flashkda_chunk_fwd_half_chunk_bytes(flashkda::ChunkFwdParams const* params) {
+  return flashkda::chunk_fwd_half_chunk_bytes(*params);
 }
 
 int flashkda_chunk_fwd(

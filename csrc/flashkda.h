@@ -17,6 +17,7 @@ char const* flashkda_build_info();
 char const* flashkda_probe(int device, char* message, size_t message_bytes);
 
 size_t flashkda_chunk_fwd_workspace_bytes(flashkda::ChunkFwdParams const* params);
+size_t flashkda_chunk_fwd_half_chunk_bytes(flashkda::ChunkFwdParams const* params);
 
 // Enqueue a call on a stream of `device`. 0: done; else `message` says why not.
 int flashkda_chunk_fwd(

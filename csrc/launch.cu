@@ -60,9 +60,9 @@ Failure prepare_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream)
                 /*overlaps_previous=*/false, p, maps, device, stream, "prepare");
 }
 
-template <class Arch, int C, int kRowTiles>
+template <class Arch, int C, int kRowTiles, bool kKeeps>
 Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
-  using Config = ScanConfig<Arch, C, kRowTiles>;
+  using Config = ScanConfig<Arch, C, kRowTiles, kKeeps>;
   static_assert(sizeof(ScanStorage<Config>) <= Arch::kSharedMemory);
   ScanMaps<Config> const maps{
       make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_LOAD{}, p.v, p.num_tokens, p.value_heads),
@@ -79,15 +79,23 @@ Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
                 /*overlaps_previous=*/true, p, maps, device, stream, "scan");
 }
 
+template <class Arch, int C, bool kKeeps>
+Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
+  // Both halves of V in one CTA have a longer step than one half alone, so halves apart win while every one
+  // of them has an SM to itself (csrc/README.md has the measurements).
+  bool const apart = 2 * int64_t{p.num_seqs} * p.value_heads <= num_sms(device);
+  return apart ? scan_chunks<Arch, C, 1, kKeeps>(p, device, stream)
+               : scan_chunks<Arch, C, 2, kKeeps>(p, device, stream);
+}
+
 template <class Arch, int C>
 Failure run(ChunkFwdParams const& p, int device, cudaStream_t stream) {
   Failure f = p.g_dtype == Dtype::kFloat32 ? prepare_chunks<Arch, C, float>(p, device, stream)
                                            : prepare_chunks<Arch, C, bf16>(p, device, stream);
   if (!f.empty()) return f;
-  // Both halves of V in one CTA have a longer step than one half alone, so halves apart win while every one
-  // of them has an SM to itself (csrc/README.md has the measurements).
-  bool const apart = 2 * int64_t{p.num_seqs} * p.value_heads <= num_sms(device);
-  return apart ? scan_chunks<Arch, C, 1>(p, device, stream) : scan_chunks<Arch, C, 2>(p, device, stream);
+  // Checkpoints are an instance of their own: the others have no registers to spare.
+  return p.checkpoints.states.data != nullptr ? scan_chunks<Arch, C, true>(p, device, stream)
+                                              : scan_chunks<Arch, C, false>(p, device, stream);
 }
 
 }  // namespace

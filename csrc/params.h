@@ -45,6 +45,15 @@ struct Indices {
   int32_t columns;
 };
 
+// Where the states of a sequence go.
+enum class FinalPlace : int32_t {
+  kNone = 0,
+  kDense = 1,     // the last one to final_state[n]; zeros for padded sequences
+  kSource = 2,    // the last one to the slot it came from
+  kGiven = 3,     // the last one to slot final_slots[n]
+  kPerToken = 4,  // after token t to slot slots[n][t]
+};
+
 // What every call has. Sequences are packed along the token axis; there is at least one sequence and one
 // token.
 struct Inputs {
@@ -72,35 +81,39 @@ struct Inputs {
   float scale;
   float lower_bound;
 
+  // A padded sequence reads and writes no state; its outputs are zeros. A slot outside the pool is not
+  // touched either, and makes the outputs NaN.
   States initial_state, final_state;  // may be the same memory
   bool state_v_first;
-  bool clear_padding;  // rows past the last sequence become zeros
-};
-
-// One call of the chunked forward pass.
-struct ChunkFwdParams : Inputs {
-  bool gate_is_bounded;  // g >= -5 is certain: longer chunks
-  void* workspace;       // chunk_fwd_workspace_bytes() bytes, 128-byte aligned
-};
-
-// Where the states of a sequence go, token by token.
-enum class FinalPlace : int32_t {
-  kNone = 0,
-  kDense = 1,     // the last one to final_state[n]; zeros for padded sequences
-  kSource = 2,    // the last one to the slot it came from
-  kGiven = 3,     // the last one to slot final_slots[n]
-  kPerToken = 4,  // after token t to slot slots[n][t]
-};
-
-// One call of the token-by-token form. A padded sequence reads and writes no state; its outputs are zeros. A
-// slot outside the pool is not touched either, and makes the outputs NaN.
-struct RecurrentParams : Inputs {
   FinalPlace final_place;
   Indices slots;         // of initial_state; null: sequence n has slot n
   Indices final_slots;   // kGiven: of final_state
   Indices num_accepted;  // start from slots[n][num_accepted[n] - 1]; null: from slots[n][0]
   bool has_pads;
   int64_t pad_slot_id;  // slots up to this are padding; as source alone (kGiven): a state of zeros
+
+  bool clear_padding;  // rows past the last sequence become zeros
+};
+
+// States inside of sequences that are kept: of sequence n after offset(n, p) tokens in slot slots[n][p].
+// Offsets are multiples of 16; others are ignored, as are those past the end and negative slots.
+struct Checkpoints {
+  States states;    // null: there are none
+  Indices offsets;  // null: (p + 1) every
+  int32_t every;
+  Indices slots;  // null: sequence n has slot n
+};
+
+// One call of the chunked forward pass.
+struct ChunkFwdParams : Inputs {
+  bool gate_is_bounded;  // g >= -5 is certain: longer chunks
+  void* workspace;       // chunk_fwd_workspace_bytes() bytes, 128-byte aligned
+  Checkpoints checkpoints;
+  void* half_chunks;  // chunk_fwd_half_chunk_bytes() bytes, 16-byte aligned; null where that is 0
+};
+
+// One call of the token-by-token form.
+struct RecurrentParams : Inputs {
   bool state_is_ready;  // the kernel before on the stream writes neither states nor anything but tokens
 };
 

@@ -91,9 +91,23 @@ def recurrent_out(
     return False
 
 
-def select_chunk_pool(q: Tensor, forced: str | None) -> _backend.Backend:
+def select_chunk_pool(
+    tensors: Tensors,
+    cu_seqlens: Tensor | None,
+    pool: tuple[Any, ...],
+    final_state: Tensor | None,
+    checkpoint_states: Tensor | None,
+    forced: str | None,
+) -> _backend.Backend:
     """The implementation that serves a call with a pool, checkpoints or a workspace."""
-    return _backend.select(q.device, forced, lambda: _native.NO_POOL)
+    indices, _, _, in_place = pool
+    chosen = select_recurrent(tensors, cu_seqlens, indices, in_place, final_state, forced)
+    if chosen.name == "cuda" and checkpoint_states is not None:
+        states = checkpoint_states
+        return _backend.select(
+            tensors[0].device, forced, lambda: _native.refuses_checkpoints(states)
+        )
+    return chosen
 
 
 def _is_traced(q: Tensor) -> bool:
@@ -167,6 +181,7 @@ def chunk_pool_out(
     workspace: Tensor | None,
     options: tuple[Any, ...],
     gate_is_bounded: bool,
+    max_seqlen: int | None,
     forced: str | None,
 ) -> None:
     """Runs a call with a state pool, checkpoints or a workspace of the caller.
@@ -178,8 +193,14 @@ def chunk_pool_out(
         _backend.check_forced(forced)
         backend = forced
     else:
-        chosen = select_chunk_pool(tensors[0], forced)
+        chosen = select_chunk_pool(tensors, cu_seqlens, pool, final_state, checkpoints[0], forced)
         backend = chosen.name
+        if backend == "cuda":
+            _native.chunk_pool_out(
+                tensors, cu_seqlens, pool, out, final_state, checkpoints, workspace,
+                *options, gate_is_bounded, max_seqlen,
+            )  # fmt: skip
+            return
         _backend.warn_of_fallback(chosen, tensors[0].device, forced, stacklevel=4)
     if backend == "torch" and cu_seqlens_cpu is not None:
         cu_seqlens = cu_seqlens_cpu  # saves a wait for the device
@@ -187,5 +208,5 @@ def chunk_pool_out(
     in_place = pool[-1]
     torch.ops.flashkda.chunk_pool_out(
         *inputs, None if in_place else initial_state, cu_seqlens, *pool, out, final_state,
-        *checkpoints, workspace, *options, gate_is_bounded, backend,
+        *checkpoints, workspace, *options, gate_is_bounded, max_seqlen, backend,
     )  # fmt: skip

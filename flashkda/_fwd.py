@@ -82,11 +82,15 @@ def fwd(
         _known.remember(flags, (*options, bounded))
 
 
-def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
-    """Bytes that the ``workspace`` of :func:`flashkda.chunk_kda` needs, and :func:`fwd`: none.
+_RECORDS = {32: 29696, 16: 14080}  # tokens in a chunk: bytes of its record (csrc/device/record.cuh)
 
-    Every backend takes what it needs from torch's allocator (the kernels about 930 bytes per token
-    and up to 30 kB per sequence, for each value head).
+
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """Bytes that the ``workspace`` of :func:`flashkda.chunk_kda` needs.
+
+    Enough for any call of that size, whatever its gate: about 930 bytes per token and 29 kB per
+    sequence, for each value head. Without a workspace, and in :func:`fwd`, torch's allocator gives
+    the kernels their scratch memory.
 
     Args:
         T_total: tokens of all sequences.
@@ -102,4 +106,4 @@ def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
             raise TypeError(f"{name}: expected an int, got a value of type {type(x).__name__}")
         if x < 0:
             raise ValueError(f"{name}: expected at least 0, got {x}")
-    return 0
+    return H * max((T_total // chunk + N) * record for chunk, record in _RECORDS.items())

@@ -69,7 +69,14 @@ _library.define(
     "Tensor? ssm_state_indices, Tensor? final_state_indices, int? pad_slot_id, bool in_place, "
     "Tensor(a!) out, Tensor(b!)? final_state, Tensor(c!)? checkpoint_states, "
     "Tensor? checkpoint_offsets, int checkpoint_every, Tensor? checkpoint_indices, "
-    f"Tensor(d!)? workspace, {_OPTIONS}, bool gate_is_bounded, str? backend) -> ()"
+    f"Tensor(d!)? workspace, {_OPTIONS}, bool gate_is_bounded, int? max_seqlen, str? backend) -> ()"
+)
+_library.define(
+    f"chunk_pool_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
+    "Tensor? ssm_state_indices, Tensor? final_state_indices, int? pad_slot_id, bool in_place, "
+    "bool clear_padding, Tensor(a!) out, Tensor(b!)? final_state, Tensor(c!)? checkpoint_states, "
+    "Tensor? checkpoint_offsets, int checkpoint_every, Tensor? checkpoint_indices, "
+    f"Tensor(d!)? workspace, {_OPTIONS}, bool gate_is_bounded, int? max_seqlen) -> bool"
 )
 _library.define(
     f"recurrent_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
@@ -165,9 +172,20 @@ def _chunk_pool_out(
     workspace: Tensor | None,
     *options: Any,
 ) -> None:
-    (*numbers, _, backend) = options
+    (*numbers, gate_is_bounded, max_seqlen, backend) = options
     if backend != "torch" and q.is_cuda:
-        chosen = _dispatch.select_chunk_pool(q, backend)
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+        pool = (ssm_state_indices, final_state_indices, pad_slot_id, in_place)
+        chosen = _dispatch.select_chunk_pool(
+            tensors, cu_seqlens, pool, final_state, checkpoint_states, backend
+        )
+        if chosen.name == "cuda":
+            _native.chunk_pool_out(
+                tensors, cu_seqlens, pool, out, final_state,
+                (checkpoint_states, checkpoint_offsets, checkpoint_every, checkpoint_indices),
+                workspace, *numbers, gate_is_bounded, max_seqlen,
+            )  # fmt: skip
+            return
         _backend.warn_of_fallback(chosen, q.device, backend)
     inputs = _torch.make_inputs(q, k, v, g, beta, A_log, dt_bias, _torch.Options(*numbers))
     sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
@@ -415,7 +433,7 @@ def _register() -> None:
         _library.impl(name, _isolated(implementation), "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashkda::{name}", fake, lib=_library)
     torch.library.register_fake("flashkda::chunk_native", _native_fake, lib=_library)
-    for name in ("chunk_native_out", "recurrent_native_out"):
+    for name in ("chunk_native_out", "chunk_pool_native_out", "recurrent_native_out"):
         torch.library.register_fake(f"flashkda::{name}", _serves, lib=_library)
     torch.library.register_autograd(
         "flashkda::chunk", _autograd_backward, setup_context=_setup_context, lib=_library

@@ -13,16 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_ABI = 2  # csrc/flashkda.h: flashkda_abi()
+_ABI = 3  # csrc/flashkda.h: flashkda_abi()
 HEAD_DIM = 128  # K and V
 MAX_VALUE_HEADS = 65535  # of a CUDA grid
 ALIGNMENT = 16  # bytes, of what TMA reads and writes
+_LONGEST = 2**30  # no sequence of a call has more tokens: a multiple of 16 that an int32 holds
 _GATE_DTYPES = (torch.bfloat16, torch.float32)
 
-NO_POOL = (
-    "there is no CUDA kernel yet for whole sequences on state pools, with checkpoints or in a "
-    "workspace of the caller"
-)
 NO_LIBRARY = "this build of flashkda holds no CUDA kernels, so the PyTorch path serves every device"
 NOTHING_TO_COMPUTE = "the call has no tokens or no sequences, so there is nothing to compute"
 DECLINED = "flashkda: the kernels declined a call that was fitted to them"
@@ -234,6 +231,61 @@ def chunk_out(
         _dense(cu_seqlens),
         outputs.fitted,
         states.fitted,
+        *options,
+    )
+    if not served:
+        raise RuntimeError(DECLINED)
+    outputs.deliver()
+    states.deliver()
+
+
+def refuses_checkpoints(states: Tensor) -> str | None:
+    """Why the kernels can't write checkpoints to ``states``."""
+    if states.dtype not in _GATE_DTYPES:
+        return f"the CUDA kernels take states in bfloat16 or float32, not {_name(states.dtype)}"
+    return refuses_pool(states)
+
+
+def chunk_pool_out(
+    tensors: tuple[Any, ...],
+    cu_seqlens: Tensor | None,
+    pool: tuple[Any, ...],
+    out: Tensor,
+    final_state: Tensor | None,
+    checkpoints: tuple[Any, ...],
+    workspace: Tensor | None,
+    *options: Any,
+) -> None:
+    """The chunked kernels on a call with a pool, checkpoints or a workspace, which they serve.
+
+    ``tensors`` are q to initial_state, ``pool`` ssm_state_indices to in_place, ``checkpoints``
+    checkpoint_states to checkpoint_indices. A tensor whose layout TMA can't take is copied.
+    """
+    *inputs, initial_state = tensors
+    indices, final_indices, pad_slot_id, in_place = pool
+    has_pool = indices is not None
+    kept, offsets, every, kept_indices = checkpoints
+    table = kept_indices if offsets is None else offsets
+    if table is not None and table.numel() == 0:
+        kept = offsets = kept_indices = None
+    outputs = _target_out(out, cu_seqlens)
+    states = _Target(final_state, final_state if has_pool and in_place else _dense(final_state))
+    served = torch.ops.flashkda.chunk_pool_native_out.default(
+        *_fit_inputs(*inputs),
+        initial_state if has_pool else _dense(initial_state),
+        _dense(cu_seqlens),
+        indices,
+        final_indices,
+        pad_slot_id,
+        in_place,
+        False,
+        outputs.fitted,
+        states.fitted,
+        kept,
+        offsets,
+        min(every, _LONGEST),
+        kept_indices,
+        workspace,
         *options,
     )
     if not served:

@@ -149,6 +149,9 @@ def check_checkpoints(
         )
 
 
+WORKSPACE_ALIGNMENT = 128  # bytes, of the records in it
+
+
 def check_workspace(workspace: Any, needed: int, q: Tensor) -> None:
     """Scratch memory of the caller."""
     if workspace is None:
@@ -159,6 +162,12 @@ def check_workspace(workspace: Any, needed: int, q: Tensor) -> None:
     if not workspace.is_contiguous():
         raise ValueError(
             f"workspace: expected a contiguous tensor, got strides {list(workspace.stride())}"
+        )
+    is_real = type(workspace) is Tensor and not torch.compiler.is_compiling()
+    if is_real and workspace.is_cuda and workspace.data_ptr() % WORKSPACE_ALIGNMENT != 0:
+        raise ValueError(
+            f"workspace: expected an address that is a multiple of {WORKSPACE_ALIGNMENT}, got one "
+            f"that is {workspace.data_ptr() % WORKSPACE_ALIGNMENT} past it"
         )
     if workspace.numel() < needed:
         raise ValueError(
@@ -171,27 +180,29 @@ def resolve_max_seqlen(
     max_seqlen: Any, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> int | None:
     """The promise on the longest sequence, checked where the host knows lengths; or these."""
+    promised: int | None = None
     if max_seqlen is not None:
         _require_int("max_seqlen", max_seqlen)
         if max_seqlen < 0:
             raise ValueError(f"max_seqlen: expected at least 0, got {max_seqlen}")
+        promised = int(max_seqlen)
     if cu_seqlens is None:
         longest = q.shape[1] if q.shape[0] else 0
     else:
         on_host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
         if torch.compiler.is_compiling() or type(on_host) is not Tensor:
-            return max_seqlen  # there are no values yet
+            return promised  # there are no values yet
         if on_host.device.type != "cpu":
-            return max_seqlen
+            return promised
         longest = max((b - a for a, b in pairwise(on_host.tolist())), default=0)
-    if max_seqlen is None:
+    if promised is None:
         return longest if cu_seqlens_cpu is not None else None
-    if longest > max_seqlen:
+    if longest > promised:
         raise ValueError(
             f"max_seqlen: expected at least the {longest} tokens of the longest sequence, got "
-            f"{max_seqlen}"
+            f"{promised}"
         )
-    return max_seqlen
+    return promised
 
 
 def first_given(**keywords: Any) -> str | None:

@@ -144,8 +144,8 @@ def chunk_kda(
             ``checkpoint_offsets``; negative ones are skipped. No two checkpoints may share a slot.
             Default, with offsets ``[N]``: sequence n has slot n.
         workspace: uint8 on q's device, contiguous, of at least ``get_workspace_size(B * T, HV, N)``
-            bytes: scratch memory, for CUDA graphs of a fixed capacity. The PyTorch path has no use
-            for it.
+            bytes, on a GPU at an address that is a multiple of 128: scratch memory, for CUDA graphs
+            of a fixed capacity. The PyTorch path has no use for it.
         max_seqlen: the caller's promise that no sequence is longer, checked where the host knows
             the lengths. Up to 16 tokens (default: by T, or by ``cu_seqlens_cpu``) the kernels take
             token by token, more in chunks: results differ by rounding, and promises of equal bits
@@ -297,7 +297,7 @@ def chunk_kda(
             valid_pool.checkpoint_arguments(
                 checkpoint_states, checkpoint_offsets, checkpoint_indices
             ),
-            workspace, options, gate_is_bounded, backend,
+            workspace, options, gate_is_bounded, max_seqlen, backend,
         )  # fmt: skip
         return out, final_state
     if _dispatch.chunk_out(
@@ -501,5 +501,11 @@ def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
     in_place = call["inplace_final_state"]
     serving = ("ssm_state_indices", "checkpoint_states", "workspace")
     if in_place or any(call[name] is not None for name in serving):
-        return _dispatch.select_chunk_pool(q, call["backend"])
+        indices = call["ssm_state_indices"]
+        in_place = indices is not None if in_place is None else in_place
+        return _dispatch.select_chunk_pool(
+            tensors, call["cu_seqlens"], (indices, call["final_state_indices"], None, in_place),
+            call["initial_state"] if in_place else None, call["checkpoint_states"],
+            call["backend"],
+        )  # fmt: skip
     return _dispatch.select_chunk(tensors, call["cu_seqlens"], None, call["backend"])

@@ -171,7 +171,9 @@ def gpu_command(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float]) -> No
     monkeypatch.setattr(f"{main}.torch.cuda.get_device_name", lambda: "a card")
     rows = [_gpu.Row("1x8192 H96", gate, 0.5, 0.4, 0.6) for gate in ("fast", "slow")]
     monkeypatch.setattr(_gpu, "errors", lambda: errors)
-    monkeypatch.setattr(_gpu, "run", lambda shapes, repeats: (rows, {"chunk_kda": 12.5}))
+    monkeypatch.setattr(
+        _gpu, "run", lambda shapes, repeats: (rows, {"chunk_kda": 12.5}, (0.5, 0.51))
+    )
     decode = [_decode.Row("256 rows", 0.25, 0.2, 0.3, 2e12)]
     monkeypatch.setattr(_decode, "run", lambda shapes, repeats: (decode, 4e12))
 
@@ -184,7 +186,7 @@ def test_gpu_times_are_printed_beside_their_errors(
     printed = capsys.readouterr().out
     for text in ("a card", "0.5000", "0.4000 to 0.6000", "12.5 us", "fast gate 3.0e-03"):
         assert text in printed
-    for text in ("256 rows", "0.2500", "0.2000 to 0.3000", "2.00", "50 %", "4.00 TB/s"):
+    for text in ("256 rows", "0.2500", "0.2000 to 0.3000", "2.00", "50 %", "4.00 TB/s", "(+2.0 %)"):
         assert text in printed
     assert cli.main(["bench", "gpu", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

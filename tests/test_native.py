@@ -59,7 +59,7 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     abi, variant, *reason = done.stdout.split()
-    assert (abi, variant) == ("2", "None"), done
+    assert (abi, variant) == ("3", "None"), done
     assert len(reason) >= 3
 
 

@@ -36,7 +36,8 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     served = _backend.Backend("cuda", "the kernels of this test serve every device")
     monkeypatch.setattr(_backend, "_served", {torch.device("cpu"): served})
-    monkeypatch.setattr(_native, "chunk_out", lambda *args: calls.append(args))
+    for function in ("chunk_out", "chunk_pool_out"):
+        monkeypatch.setattr(_native, function, lambda *args: calls.append(args))
     monkeypatch.setattr(_known, "_options", {})
     monkeypatch.setattr(_known, "_is_on_gpu", lambda q: type(q) is Tensor)
     monkeypatch.setattr(torch.ops.flashkda, "chunk_native", Operator)
@@ -47,13 +48,37 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_explain_of_what_servers_ask_for(kernel_calls: list[tuple[Any, ...]], name: str) -> None:
     call = CASE.make()
     assert flashkda.explain(**call).name == "cuda"
-    choice = flashkda.explain(**call | SERVING[name])
-    assert choice == ("torch", _native.NO_POOL)
-    with pytest.raises(RuntimeError, match="workspace of the caller"):
-        flashkda.explain(**call | SERVING[name], backend="cuda")
-    with pytest.raises(RuntimeError, match="workspace of the caller"):
-        flashkda.chunk_kda(**call | SERVING[name], backend="cuda")
+    assert flashkda.explain(**call | SERVING[name]).name == "cuda"
     assert flashkda.explain(**call | SERVING[name], backend="torch").name == "torch"
+    wide = CASE.but(K=64, V=64).make()
+    assert "head dimensions" in flashkda.explain(**wide | SERVING[name]).reason
+    assert kernel_calls == []
+
+
+@pytest.mark.parametrize("name", list(SERVING))
+def test_the_kernels_get_what_servers_ask_for(
+    kernel_calls: list[tuple[Any, ...]], name: str
+) -> None:
+    serving = {x: y.clone() if isinstance(y, Tensor) else y for x, y in SERVING[name].items()}
+    flashkda.chunk_kda(**CASE.make() | serving)
+    (arguments,) = kernel_calls
+    flat = [x for y in arguments for x in (y if isinstance(y, tuple) else (y,))]
+    for value in serving.values():
+        assert any(value is x for x in flat)
+
+
+def test_pools_and_checkpoints_that_kernels_refuse(kernel_calls: list[tuple[Any, ...]]) -> None:
+    call = CASE.make()
+    odd = torch.zeros(3 * (2 * 128 * 128 + 1)).as_strided(
+        (3, 2, 128, 128), (2 * 128 * 128 + 1, 128 * 128, 128, 1)
+    )
+    pool = {"initial_state": odd, "ssm_state_indices": torch.tensor([1])}
+    assert "dense slots that start at multiples" in flashkda.explain(**call | pool).reason
+    kept = {"checkpoint_states": odd, "checkpoint_offsets": torch.tensor([16])}
+    assert "dense slots that start at multiples" in flashkda.explain(**call | kept).reason
+    kept["checkpoint_states"] = ROOM.double()
+    with pytest.raises(TypeError, match=r"^checkpoint_states"):
+        flashkda.chunk_kda(**call | kept)
     assert kernel_calls == []
 
 
@@ -65,12 +90,10 @@ def test_a_known_call_does_not_lose_what_servers_ask_for(
     flashkda.chunk_kda(**call)
     flashkda.chunk_kda(**call)
     assert len(kernel_calls) == 2
-    serving = {x: y.clone() if isinstance(y, Tensor) else y for x, y in SERVING[name].items()}
-    before = {x: y.clone() for x, y in serving.items() if isinstance(y, Tensor)}
-    flashkda.chunk_kda(**call | serving)
-    assert len(kernel_calls) == 2
-    written = {x for x, y in before.items() if not torch.equal(y, serving[x])}
-    assert written == {"initial_state", "checkpoint_states"} & serving.keys()
+    flashkda.chunk_kda(**call | SERVING[name])
+    *_, served = kernel_calls
+    assert len(kernel_calls) == 3
+    assert isinstance(served[0], tuple)  # the checked way: a known call passes plain tensors
 
 
 REFUSED: dict[str, Any] = {

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../device/barrier.cuh"
-#include "route.cuh"
+#include "../device/route.cuh"
 #include "state.cuh"
 #include "token.cuh"
 

@@ -46,8 +46,9 @@ struct alignas(128) Record {
   float inverse_key[C];  // 1 / |k|
   float output[C];       // scale / (|q| E)
 };
-static_assert(sizeof(Record<32>) == 29696 && sizeof(Record<32>) % 128 == 0);
-static_assert(sizeof(Record<16>) % 128 == 0);
+static_assert(sizeof(Record<32>) % 128 == 0 && sizeof(Record<16>) % 128 == 0);
+// get_workspace_size() in flashkda/_fwd.py knows them too.
+static_assert(sizeof(Record<32>) == 29696 && sizeof(Record<16>) == 14080);
 
 // Chunks of sequence n live in slots first_slot(cu_seqlens[n], n), ...: without a prefix sum over the
 // sequences, at the price of at most one unused slot per sequence.
@@ -81,6 +82,23 @@ inline size_t chunk_fwd_workspace_bytes(ChunkFwdParams const& p) {
   size_t const heads = static_cast<size_t>(p.value_heads);
   return p.gate_is_bounded ? heads * num_slots<32>(p.num_tokens, p.num_seqs) * sizeof(Record<32>)
                            : heads * num_slots<16>(p.num_tokens, p.num_seqs) * sizeof(Record<16>);
+}
+
+// A chunk of 32 tokens up to its middle, for a checkpoint there: what prepare hands to scan beside the
+// record.
+struct HalfChunk {
+  uint32_t k_out[kHeadDim][8];  // bf16, per channel: keys of the first 16 tokens decayed to the end of these
+  float decay[kHeadDim];        // over the first 16 tokens
+};
+
+// Bytes that a call needs for the middles of chunks: none, as far as the host knows, if no checkpoint is
+// there.
+inline size_t chunk_fwd_half_chunk_bytes(ChunkFwdParams const& p) {
+  Checkpoints const& c = p.checkpoints;
+  bool const are_none = !p.gate_is_bounded || c.states.data == nullptr;
+  if (are_none || (c.offsets.data == nullptr && c.every % 32 == 0)) return 0;
+  size_t const columns = c.offsets.data == nullptr ? c.slots.columns : c.offsets.columns;
+  return sizeof(HalfChunk) * static_cast<size_t>(p.num_seqs) * columns * p.value_heads;
 }
 
 }  // namespace flashkda

@@ -10,7 +10,8 @@ namespace flashkda {
 // A chunk: `size` tokens from `token` on.
 struct Chunk {
   int64_t token;
-  int size;  // at most C; <= 0: the slot is unused
+  int size;         // at most C; <= 0: the slot is unused
+  int seq, offset;  // tokens of its sequence before it
 };
 
 // The chunk of a slot. Whole warps call it: the search looks at 32 sequences at a time.
@@ -30,7 +31,7 @@ __device__ __forceinline__ Chunk chunk_of_slot(Inputs const& p, int64_t slot) {
   int64_t const start = sequence_bound(p, low), stop = sequence_bound(p, low + 1);
   int64_t const token = start + (slot - first_slot<C>(start, low)) * C;
   int64_t const left = stop - token;
-  return {token, static_cast<int>(left < C ? left : C)};
+  return {token, static_cast<int>(left < C ? left : C), low, static_cast<int>(token - start)};
 }
 
 // The sequence of a given rank by length, so that long sequences start first and short ones fill the

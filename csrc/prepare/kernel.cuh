@@ -3,7 +3,7 @@
 // may overwrite the raw tiles they came from.
 #pragma once
 
-#include "../device/gate.cuh"
+#include "../device/checkpoint.cuh"
 #include "../device/inverse.cuh"
 #include "../device/sequence.cuh"
 #include "../device/tma.cuh"
@@ -411,6 +411,27 @@ __device__ __forceinline__ void make_squares(PrepareStorage<Config>& smem) {
   }
 }
 
+// For checkpoints in the middle of the chunk: its first half as a chunk of its own, to the bit what a
+// sequence that ends there has. A thread takes a channel.
+template <class Config>
+__device__ __forceinline__ void keep_half_chunk(PrepareStorage<Config>& smem,
+                                                ChunkFwdParams const& p,
+                                                Chunk const& chunk,
+                                                int head) {
+  int const middle = chunk.offset + 16, channel = threadIdx.x;
+  if (chunk.size <= 16 || next_checkpoint(p.checkpoints, chunk.seq, middle - 1) != middle) return;
+  auto const* keys = reinterpret_cast<char const*>(smem.k);
+  auto const key = [&](int row) -> uint32_t {
+    return *reinterpret_cast<uint16_t const*>(keys + tile_offset<32>(row, channel >> 3) + (channel & 7) * 2);
+  };
+  for_checkpoints(p.checkpoints, chunk.seq, middle, [&](int column, int64_t) {
+    HalfChunk* const to = half_chunk(p, chunk.seq, column, head);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to->k_out[channel][i] = key(2 * i) | key(2 * i + 1) << 16;
+    to->decay[channel] = ptx::ex2(smem.block_log2[0][channel]);
+  });
+}
+
 }  // namespace prepare
 
 template <class Config>
@@ -466,6 +487,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     smem.record.output[i] = p.scale * smem.inverse_q[i] * kInverseBalance;
   }
   __syncthreads();  // operands are there
+  if constexpr (C == 32) {
+    if (p.half_chunks != nullptr) keep_half_chunk<Config>(smem, p, chunk, head);
+  }
   make_squares<Config>(smem);
   ptx::fence_proxy_async();
   __syncthreads();  // the record is complete

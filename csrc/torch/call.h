@@ -46,6 +46,13 @@ inline bool are_states(View const& x, Call const& call, Types const& types) {
   return !x.given || (is_pool(x, call, types) && x.sizes[0] == call.num_seqs() && x.dense());
 }
 
+// A slot table, and how it is used.
+struct Slots {
+  View initial, final, num_accepted;
+  std::optional<int64_t> pad_slot_id;
+  bool in_place = false;
+};
+
 // Integers [N], or [N, columns] if that is allowed.
 inline bool are_indices(View const& x, Call const& call, Types const& types, bool may_have_columns) {
   return !x.given || ((x.dim == 1 || (x.dim == 2 && may_have_columns && x.sizes[1] >= 1)) &&
@@ -73,12 +80,33 @@ inline bool serves(Call const& c, Types const& types) {
          is_parameter(c.dt_bias, c, types, kHeadDim);
 }
 
+// Whether the kernels can take the states as they are; in place, the pool is `final_state`.
+inline bool serves_states(Call const& c, Slots const& slots, View const& final_state, Types const& types) {
+  bool const pooled = slots.initial.given;
+  bool const initial = pooled ? c.initial_state.given && is_pool(c.initial_state, c, types)
+                              : are_states(c.initial_state, c, types);
+  bool const final = slots.in_place ? final_state.given : are_states(final_state, c, types);
+  bool const target = !slots.final.given || (pooled && slots.in_place && slots.initial.dim == 1);
+  return initial && final && target && are_indices(slots.initial, c, types, true) &&
+         are_indices(slots.final, c, types, false) && are_indices(slots.num_accepted, c, types, false);
+}
+
+// Whether both states have the dtype that the decode kernel is compiled for.
+inline bool is_one_dtype(Call const& call, View const& final_state) {
+  return !call.initial_state.given || !final_state.given || call.initial_state.dtype == final_state.dtype;
+}
+
 inline bool is_out(View const& out, Call const& call, Types const& types) {
   return out.is(types.bf16) && is_rows(out, call.q, call.v.sizes[2], 2);
 }
 
-inline void fill(
-    Inputs& inputs, Call const& call, Types const& types, View const& out, View const& final_state) {
+inline void fill(Inputs& inputs,
+                 Call const& call,
+                 Types const& types,
+                 View const& out,
+                 View const& final_state,
+                 Slots const& slots,
+                 bool clear_padding) {
   inputs.num_seqs = static_cast<int32_t>(call.num_seqs());
   inputs.num_heads = static_cast<int32_t>(call.q.sizes[2]);
   inputs.value_heads = static_cast<int32_t>(call.v.sizes[2]);
@@ -113,6 +141,17 @@ inline void fill(
   inputs.initial_state = types.states(call.initial_state);
   inputs.final_state = types.states(final_state);
   inputs.state_v_first = options.state_v_first;
+  inputs.final_place = !final_state.given                         ? FinalPlace::kNone
+                       : !(slots.initial.given && slots.in_place) ? FinalPlace::kDense
+                       : slots.initial.dim == 2                   ? FinalPlace::kPerToken
+                       : slots.final.given                        ? FinalPlace::kGiven
+                                                                  : FinalPlace::kSource;
+  inputs.slots = types.indices(slots.initial);
+  inputs.final_slots = types.indices(slots.final);
+  inputs.num_accepted = types.indices(slots.num_accepted);
+  inputs.has_pads = slots.pad_slot_id.has_value();
+  inputs.pad_slot_id = slots.pad_slot_id.value_or(0);
+  inputs.clear_padding = clear_padding && call.cu_seqlens.given;
 }
 
 }  // namespace flashkda

@@ -22,32 +22,44 @@ void enqueue(int (*function)(Params const*, int, void*, char*, size_t), Params c
 // Up to this many tokens per sequence are taken one by one: chunks would be mostly empty.
 constexpr int64_t kMaxDecodeTokens = 16;
 
+// What else a chunked call may be given.
+struct ChunkOptions {
+  bool gate_is_bounded;
+  std::optional<int64_t> max_seqlen;
+  bool clear_padding;
+  Checkpoints checkpoints = {};
+  void* workspace = nullptr;  // null: torch's allocator gives it
+};
+
 // The chunked form of a call, on whichever kernels suit the longest sequence, as far as the host knows it.
 void run_chunk(Call const& call,
                Types const& types,
                View const& out,
                View const& final_state,
-               bool gate_is_bounded,
-               std::optional<int64_t> max_seqlen,
-               bool clear_padding) {
+               Slots const& slots,
+               ChunkOptions const& options) {
   int const device = call.q.device;
-  bool const one_dtype =
-      !call.initial_state.given || !final_state.given || call.initial_state.dtype == final_state.dtype;
-  if (one_dtype && max_seqlen.value_or(call.q.sizes[1]) <= kMaxDecodeTokens) {
+  bool const is_short = options.max_seqlen.value_or(call.q.sizes[1]) <= kMaxDecodeTokens;
+  if (is_short && options.checkpoints.states.data == nullptr && is_one_dtype(call, final_state)) {
     RecurrentParams params = {};
-    fill(params, call, types, out, final_state);
-    params.clear_padding = clear_padding && call.cu_seqlens.given;
-    params.final_place = final_state.given ? FinalPlace::kDense : FinalPlace::kNone;
+    fill(params, call, types, out, final_state, slots, options.clear_padding);
     enqueue(flashkda_recurrent, params, device);
     return;
   }
   ChunkFwdParams params = {};
-  fill(params, call, types, out, final_state);
-  params.clear_padding = clear_padding && call.cu_seqlens.given;
-  params.gate_is_bounded = gate_is_bounded;
-  int64_t const bytes = static_cast<int64_t>(flashkda_chunk_fwd_workspace_bytes(&params));
-  Tensor const workspace = empty(1, &bytes, aoti_torch_dtype_uint8(), device);
-  params.workspace = workspace.data_ptr();
+  fill(params, call, types, out, final_state, slots, options.clear_padding);
+  params.gate_is_bounded = options.gate_is_bounded;
+  params.checkpoints = options.checkpoints;
+  int32_t const uint8 = aoti_torch_dtype_uint8();
+  std::optional<Tensor> workspace, half_chunks;
+  params.workspace = options.workspace;
+  if (params.workspace == nullptr) {
+    int64_t const bytes = static_cast<int64_t>(flashkda_chunk_fwd_workspace_bytes(&params));
+    params.workspace = workspace.emplace(empty(1, &bytes, uint8, device)).data_ptr();
+  }
+  if (int64_t const bytes = static_cast<int64_t>(flashkda_chunk_fwd_half_chunk_bytes(&params)); bytes > 0) {
+    params.half_chunks = half_chunks.emplace(empty(1, &bytes, uint8, device)).data_ptr();
+  }
   enqueue(flashkda_chunk_fwd, params, device);
 }
 
@@ -88,7 +100,7 @@ bool chunk_native_out(Tensor const& q,
       !are_states(state, call, types)) {
     return false;
   }
-  run_chunk(call, types, o, state, gate_is_bounded, max_seqlen, /*clear_padding=*/false);
+  run_chunk(call, types, o, state, {}, {gate_is_bounded, max_seqlen, /*clear_padding=*/false});
   return true;
 }
 
@@ -131,8 +143,8 @@ std::tuple<Tensor, Tensor> chunk_native(Tensor const& q,
   std::array<int64_t, 4> const shape = {num_states, call.v.sizes[2], kHeadDim, kHeadDim};
   int32_t const dtype = call.initial_state.given ? call.initial_state.dtype : types.fp32;
   Tensor state = empty(4, shape.data(), dtype, call.q.device);
-  run_chunk(call, types, View(out), output_final_state ? View(state) : View(), gate_is_bounded, max_seqlen,
-            /*clear_padding=*/true);
+  run_chunk(call, types, View(out), output_final_state ? View(state) : View(), {},
+            {gate_is_bounded, max_seqlen, /*clear_padding=*/true});
   return {out, state};
 }
 
@@ -163,51 +175,99 @@ bool recurrent_native_out(Tensor const& q,
                           bool state_v_first,
                           bool state_is_ready) {
   Types const types;
-  Call const call = {View(q),
-                     View(k),
-                     View(v),
-                     View(g),
-                     View(beta),
-                     View(A_log),
-                     View(dt_bias),
-                     View(initial_state),
-                     View(cu_seqlens),
-                     {scale, lower_bound, gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first}};
-  View const o(out), state(final_state), from(slots), to(final_slots), accepted(num_accepted);
-  View const& initial = in_place ? state : call.initial_state;
-  Call actual = call;
-  actual.initial_state = initial;
-  bool const pooled = from.given;
-  bool const states_fit =
-      pooled ? initial.given && is_pool(initial, call, types) : are_states(initial, call, types);
-  bool const final_fits = in_place || are_states(state, call, types);
-  bool const one_dtype = !initial.given || !state.given || initial.dtype == state.dtype;
-  if (!serves(call, types) || !is_out(o, call, types) || !states_fit || !final_fits || !one_dtype ||
-      !are_indices(from, call, types, true) || !are_indices(to, call, types, false) ||
-      !are_indices(accepted, call, types, false) || (to.given && !(in_place && from.dim == 1))) {
+  Call call = {View(q),
+               View(k),
+               View(v),
+               View(g),
+               View(beta),
+               View(A_log),
+               View(dt_bias),
+               View(initial_state),
+               View(cu_seqlens),
+               {scale, lower_bound, gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first}};
+  View const o(out), state(final_state);
+  Slots const table = {View(slots), View(final_slots), View(num_accepted), pad_slot_id, in_place};
+  if (in_place) call.initial_state = state;
+  if (!serves(call, types) || !serves_states(call, table, state, types) || !is_out(o, call, types) ||
+      !is_one_dtype(call, state)) {
     return false;
   }
   RecurrentParams params = {};
-  fill(params, actual, types, o, state);
-  params.clear_padding = clear_padding && call.cu_seqlens.given;
-  params.final_place = !state.given            ? FinalPlace::kNone
-                       : !(pooled && in_place) ? FinalPlace::kDense
-                       : from.dim == 2         ? FinalPlace::kPerToken
-                       : to.given              ? FinalPlace::kGiven
-                                               : FinalPlace::kSource;
-  params.slots = types.indices(from);
-  params.final_slots = types.indices(to);
-  params.num_accepted = types.indices(accepted);
-  params.has_pads = pad_slot_id.has_value();
-  params.pad_slot_id = pad_slot_id.value_or(0);
+  fill(params, call, types, o, state, table, clear_padding);
   params.state_is_ready = state_is_ready;
   enqueue(flashkda_recurrent, params, call.q.device);
+  return true;
+}
+
+// In chunks, with a pool of states if there are slots, with checkpoints, in memory of the caller. False as
+// above.
+bool chunk_pool_native_out(Tensor const& q,
+                           Tensor const& k,
+                           Tensor const& v,
+                           Tensor const& g,
+                           Tensor const& beta,
+                           MaybeTensor const& A_log,
+                           MaybeTensor const& dt_bias,
+                           MaybeTensor const& initial_state,
+                           MaybeTensor const& cu_seqlens,
+                           MaybeTensor const& slots,
+                           MaybeTensor const& final_slots,
+                           std::optional<int64_t> pad_slot_id,
+                           bool in_place,
+                           bool clear_padding,
+                           Tensor const& out,
+                           MaybeTensor const& final_state,
+                           MaybeTensor const& checkpoint_states,
+                           MaybeTensor const& checkpoint_offsets,
+                           int64_t checkpoint_every,
+                           MaybeTensor const& checkpoint_slots,
+                           MaybeTensor const& workspace,
+                           double scale,
+                           std::optional<double> lower_bound,
+                           bool gate_in_kernel,
+                           bool l2norm,
+                           bool beta_sigmoid,
+                           bool neg_eigval,
+                           bool state_v_first,
+                           bool gate_is_bounded,
+                           std::optional<int64_t> max_seqlen) {
+  Types const types;
+  Call call = {View(q),
+               View(k),
+               View(v),
+               View(g),
+               View(beta),
+               View(A_log),
+               View(dt_bias),
+               View(initial_state),
+               View(cu_seqlens),
+               {scale, lower_bound, gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first}};
+  View const o(out), state(final_state);
+  Slots const table = {View(slots), View(final_slots), View(), pad_slot_id, in_place};
+  if (in_place) call.initial_state = state;
+  View const kept(checkpoint_states), offsets(checkpoint_offsets), kept_slots(checkpoint_slots),
+      memory(workspace);
+  bool const kept_fits =
+      !kept.given || (is_pool(kept, call, types) && are_indices(offsets, call, types, true) &&
+                      are_indices(kept_slots, call, types, true) && (offsets.given || kept_slots.given));
+  if (!serves(call, types) || !serves_states(call, table, state, types) || !is_out(o, call, types) ||
+      table.initial.dim == 2 || !kept_fits || (memory.given && memory.device != call.q.device)) {
+    return false;
+  }
+  ChunkOptions options = {gate_is_bounded, max_seqlen, clear_padding};
+  options.workspace = memory.data;
+  if (kept.given) {
+    options.checkpoints = {types.states(kept), types.indices(offsets), static_cast<int32_t>(checkpoint_every),
+                           types.indices(kept_slots)};
+  }
+  run_chunk(call, types, o, state, table, options);
   return true;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashkda, CUDA, m) {
   m.impl("chunk_native", TORCH_BOX(&chunk_native));
   m.impl("chunk_native_out", TORCH_BOX(&chunk_native_out));
+  m.impl("chunk_pool_native_out", TORCH_BOX(&chunk_pool_native_out));
   m.impl("recurrent_native_out", TORCH_BOX(&recurrent_native_out));
 }
 

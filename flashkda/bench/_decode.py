@@ -28,12 +28,14 @@ class Shape:
     tokens: int = 1
     state_dtype: torch.dtype = torch.float32
     v_first: bool = True
+    is_ready: bool = False  # the promise that states may be read early
 
     @property
     def name(self) -> str:
         dtype = str(self.state_dtype).removeprefix("torch.")
         layout = "V, K" if self.v_first else "K, V"
-        return f"{self.rows} rows, H{self.heads}, T={self.tokens}, {dtype} [{layout}]"
+        promise = ", state_is_ready" if self.is_ready else ""
+        return f"{self.rows} rows, H{self.heads}, T={self.tokens}, {dtype} [{layout}]{promise}"
 
     def state_bytes(self) -> int:
         """Read and written by a step."""
@@ -52,6 +54,10 @@ SHAPES = (
     Shape(512, 12),
     Shape(128, 32, tokens=4),
     Shape(128, 32, tokens=16),
+    Shape(128, 32, is_ready=True),
+    Shape(32, 32, is_ready=True),
+    Shape(1, 32, is_ready=True),
+    Shape(1, 12, is_ready=True),
     Shape(256, 32, v_first=False),
     Shape(256, 16, state_dtype=_BF16, v_first=False),
 )
@@ -85,6 +91,7 @@ class Step:
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
             "state_v_first": shape.v_first,
+            "state_is_ready": shape.is_ready,
         }
         self.pool = pool
         self.slots = slots
@@ -103,7 +110,11 @@ class Step:
         start = self.pool[self.slots].double()
         q, k, v, g, beta = (x.double() for x in self.inputs)
         want, _ = fused_recurrent_kda(
-            q, k, v, g, beta,
+            q,
+            k,
+            v,
+            g,
+            beta,
             **self.options,
             initial_state=start,
             backend="torch",

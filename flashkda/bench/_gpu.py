@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,6 +143,30 @@ def device_times(shape: Shape, gate: str, repeats: int) -> Row:
     return Row(shape.name, gate, statistics.median(times), min(times), max(times))
 
 
+def checkpoint_times(repeats: int) -> tuple[float, float]:
+    """Milliseconds of 8x2048 H16 without and with a checkpoint for each sequence."""
+    shape = Shape("8x2048 H16", 8, 2048, 16)
+    call = Call.draw(shape, "slow")
+    kept = {
+        "checkpoint_states": torch.empty_like(call.state),
+        "checkpoint_offsets": torch.full((8,), 1024, dtype=torch.int32, device="cuda"),
+    }
+    q, k, v, g, beta = call.inputs
+
+    def run(**more: Any) -> None:
+        chunk_kda(
+            q, k, v, g, beta,
+            A_log=call.A_log, dt_bias=call.dt_bias, lower_bound=LOWER_BOUND,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            initial_state=call.state, inplace_final_state=True, state_v_first=True, out=call.out,
+            **more,
+        )  # fmt: skip
+
+    plain = graph_times([run], repeats)
+    with_checkpoints = graph_times([partial(run, **kept)], repeats)
+    return statistics.median(plain), statistics.median(with_checkpoints)
+
+
 def host_times(calls: int = 300, repeats: int = 10) -> dict[str, float]:
     """Microseconds that the host spends on one eager call of 4 heads, for each function."""
     options: dict[str, Any] = {
@@ -172,8 +197,10 @@ def host_times(calls: int = 300, repeats: int = 10) -> dict[str, float]:
     return found
 
 
-def run(shapes: tuple[Shape, ...], repeats: int) -> tuple[list[Row], dict[str, float]]:
-    """Rows of all shapes for both gates, and host times of calls in microseconds."""
+def run(
+    shapes: tuple[Shape, ...], repeats: int
+) -> tuple[list[Row], dict[str, float], tuple[float, float]]:
+    """Rows of all shapes for both gates, host times of calls in microseconds, checkpoint times."""
     rows = []
     with torch.inference_mode(), Progress("benchmark", 2 * len(shapes) + 1) as bar:
         for shape in shapes:
@@ -182,5 +209,6 @@ def run(shapes: tuple[Shape, ...], repeats: int) -> tuple[list[Row], dict[str, f
                 torch.cuda.empty_cache()
                 bar.advance()
         microseconds = host_times()
+        checkpoints = checkpoint_times(repeats)
         bar.advance()
-    return rows, microseconds
+    return rows, microseconds, checkpoints

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,48 @@ CASES = {
 }
 
 
+def check(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got.cpu().float() - want.float()).norm() / want.float().norm()
+    assert error < 2e-2, (name, error)
+
+
+def served(name: str, function: Any, case: KdaCase, **more: Any) -> None:
+    """A call on a pool, whose memory starts as zeros, against the PyTorch path."""
+    call = case.but(state=False).make("cpu")
+    del call["output_final_state"]
+    call |= {"initial_state": torch.randn(8, case.heads, 128, 128), **more}
+    moved = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in call.items()}
+    o, _ = function(**moved, out=torch.zeros_like(moved["v"]), backend="cuda")
+    torch.cuda.synchronize()
+    wanted, _ = function(**call, backend="torch")
+    check(name, o, wanted)
+    for written in ("initial_state", "checkpoint_states"):
+        if written in call:
+            check(name, moved[written], call[written])
+    print(f"{name}: ok", flush=True)
+
+
+def serving() -> None:
+    index = torch.tensor([5, -1, 2])
+    table = torch.tensor([[5, 1], [-1, -1], [2, 7]])
+    kept = {
+        "checkpoint_states": torch.zeros(4, 1, 128, 128),
+        "checkpoint_offsets": torch.tensor([[16, 32], [16, 0], [48, 64]]),
+        "checkpoint_indices": torch.tensor([[0, 1], [3, 3], [2, 9]]),
+    }
+    pool = {"ssm_state_indices": index, "pad_slot_id": -1}
+    packed = BF16.but(lengths=(40, 17, 50), tail=3)
+    decode = flashkda.fused_recurrent_kda
+    served("decode", decode, BF16.but(T=1, B=3), **pool)
+    served("decode V first", decode, BF16.but(T=9, B=3, state_v_first=True), **pool)
+    served("speculative", decode, BF16.but(T=2, B=3), ssm_state_indices=table, pad_slot_id=-1)
+    served("pool", flashkda.chunk_kda, packed, **pool)
+    served("checkpoints", flashkda.chunk_kda, packed, **pool, **kept)
+    served("checkpoints softplus", flashkda.chunk_kda, packed.but(gate="softplus"), **pool, **kept)
+
+
 def main() -> int:
+    serving()
     for name, case in CASES.items():
         call = case.make("cpu")
         moved = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in call.items()}
@@ -39,13 +81,9 @@ def main() -> int:
         o, state = flashkda.chunk_kda(**moved, out=out, backend="cuda")
         torch.cuda.synchronize()
         wanted_o, wanted_state = flashkda.chunk_kda(**call, backend="torch")
-        error = (o.cpu().float() - wanted_o.float()).norm() / wanted_o.float().norm()
-        assert error < 2e-2, (name, error)
+        check(name, o, wanted_o)
         if state is not None and wanted_state is not None:
-            error = (
-                state.cpu().float() - wanted_state.float()
-            ).norm() / wanted_state.float().norm()
-            assert error < 2e-2, (name, error)
+            check(name, state, wanted_state)
         print(f"{name}: ok", flush=True)
     return 0
 

@@ -1,9 +1,9 @@
 // Which slots of a state pool belong to a sequence.
 #pragma once
 
-#include "../device/inputs.cuh"
+#include "inputs.cuh"
 
-namespace flashkda::decode {
+namespace flashkda {
 
 enum class Fate : int {
   kRuns,
@@ -21,7 +21,7 @@ __device__ __forceinline__ int64_t slot_at(Indices const& x, int n, int column) 
   return load_integer(x.data, x.is_64, n * x.row_stride + column * x.column_stride);
 }
 
-__device__ __forceinline__ bool is_pad(RecurrentParams const& p, int64_t slot) {
+__device__ __forceinline__ bool is_pad(Inputs const& p, int64_t slot) {
   return p.has_pads && slot <= p.pad_slot_id;
 }
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ bool is_inside(States const& states, int64_t slot) {
   return static_cast<uint64_t>(slot) < static_cast<uint64_t>(states.num_slots);
 }
 
-__device__ __forceinline__ Route route_of(RecurrentParams const& p, int n) {
+__device__ __forceinline__ Route route_of(Inputs const& p, int n) {
   if (p.slots.data == nullptr) return {Fate::kRuns, p.initial_state.data == nullptr ? -1 : n, n};
   int64_t column = 0;
   if (p.num_accepted.data != nullptr) column = slot_at(p.num_accepted, n, 0) - 1;
@@ -54,4 +54,4 @@ __device__ __forceinline__ T* head_state(States const& states, int64_t slot, int
   return static_cast<T*>(states.data) + slot * states.slot_stride + int64_t{head} * kHeadDim * kHeadDim;
 }
 
-}  // namespace flashkda::decode
+}  // namespace flashkda
