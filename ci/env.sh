@@ -40,14 +40,16 @@ ensure_build_tools() {
   has_nvcc || ensure_nvcc "$1"
 }
 
-# ensure_command COMMAND PACKAGE: a program of Debian's, installed where that is allowed.
+# What a command of root's starts with.
+as_root=()
+[ "$(id -u)" = 0 ] || as_root=(sudo -n)
+
+# ensure_command COMMAND PACKAGE: a program of Debian's.
 ensure_command() {
   command -v "$1" >/dev/null && return
-  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "no $1 on PATH: apt-get install $2" >&2
-    return 1
-  fi
-  { apt-get -qq update && apt-get -qq install --no-install-recommends "$2"; } >/dev/null
+  local apt=(${as_root[@]+"${as_root[@]}"} apt-get -qq)
+  { "${apt[@]}" update && "${apt[@]}" install --no-install-recommends "$2"; } >/dev/null ||
+    { echo "no $1 on PATH: apt-get install $2" >&2; return 1; }
 }
 
 # has_nvcc: whether an nvcc that CMake takes is there (12.9 or newer).
