@@ -40,15 +40,15 @@ ensure_build_tools() {
   has_nvcc || ensure_nvcc "$1"
 }
 
-# What a command of root's starts with.
-as_root=()
-[ "$(id -u)" = 0 ] || as_root=(sudo -n)
+# as_root COMMAND...
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
+}
 
 # ensure_command COMMAND PACKAGE: a program of Debian's.
 ensure_command() {
   command -v "$1" >/dev/null && return
-  local apt=(${as_root[@]+"${as_root[@]}"} apt-get -qq)
-  { "${apt[@]}" update && "${apt[@]}" install --no-install-recommends "$2"; } >/dev/null ||
+  { as_root apt-get -qq update && as_root apt-get -qq install --no-install-recommends "$2"; } >/dev/null ||
     { echo "no $1 on PATH: apt-get install $2" >&2; return 1; }
 }
 

@@ -30,14 +30,14 @@ find_python() {
   return 1
 }
 
-nobody=(${as_root[@]+"${as_root[@]}"} setpriv --reuid=nobody --regid=nogroup --clear-groups)
+nobody=(setpriv --reuid=nobody --regid=nogroup --clear-groups)
 
 # as_nobody ENV... COMMAND...: as a user who owns nothing, with an environment of these variables alone.
 as_nobody() {
-  "${nobody[@]}" env -i -C "$room/cwd" PATH="$room/venv/bin" LD_LIBRARY_PATH="$room/python/lib" OMP_NUM_THREADS=1 "$@"
+  as_root "${nobody[@]}" env -i -C "$room/cwd" PATH="$room/venv/bin" LD_LIBRARY_PATH="$room/python/lib" OMP_NUM_THREADS=1 "$@"
 }
 
-empty_room() { [ -z "${room:-}" ] || ${as_root[@]+"${as_root[@]}"} rm -rf "$room"; }
+empty_room() { [ -z "${room:-}" ] || as_root rm -rf "$room"; }
 trap empty_room EXIT
 
 # install ROW: into $room, everything that the row needs.
@@ -46,7 +46,7 @@ install() {
   python=$(find_python "${1%:*}")
   torch=${1#*:}
   mkdir -p "$room/python" "$room/cwd" "$room/source"
-  if ! "${nobody[@]}" "$python" -V >/dev/null 2>&1; then
+  if ! as_root "${nobody[@]}" "$python" -V >/dev/null 2>&1; then
     # Others can't read a home folder: a copy, without the packages that were installed into it. It
     # may look for its libpython where it came from, hence LD_LIBRARY_PATH.
     prefix=$("$python" -c 'import sys; print(sys.base_prefix)')

@@ -43,7 +43,8 @@ ensure_torch "$scratch/venv/bin/python"
 kernels | tee log
 grep -q 'holds no CUDA kernels' log
 home=$(dirname "$(dirname "$(nvcc -v --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#$ _HERE_=//p')/x")")
-pip_install env CUDA_HOME="$home" pip install --quiet --no-deps --force-reinstall --config-settings=cmake.define.FLASHKDA_ARCHS=90a "$sdist"
+pip_install CUDA_HOME="$home" pip install --quiet --no-deps --force-reinstall \
+  --config-settings=cmake.define.FLASHKDA_ARCHS=90a "$sdist"
 kernels | tee log
 grep -q "'architectures': '90a'" log
 

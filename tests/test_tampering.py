@@ -21,7 +21,7 @@ import torch
 from cases import KdaCase
 
 import flashkda
-from flashkda import _diagnosis, _native
+from flashkda import _diagnosis, _native, cli
 
 PACKAGE = Path(flashkda.__file__).resolve().parent
 LIBRARIES = ("libflashkda_cuda.so", "libflashkda_torch.so")
@@ -272,6 +272,18 @@ def test_reasons_of_a_pure_wheel(
     reason = _diagnosis.no_library()
     assert reason.startswith(_diagnosis.NO_LIBRARY)
     assert expected in reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_doctor_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_native, "_library", None)
+    monkeypatch.setattr(_native, "_reason", _diagnosis.no_library())
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "kernels   none" in out
+    assert f"cuda      none: {_diagnosis.no_library()}" in out
 
 
 @pytest.mark.parametrize(
