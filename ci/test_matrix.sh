@@ -24,7 +24,7 @@ esac
 find_python() {
   local candidate
   for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python; do
-    "$candidate" -c 'import sys; print(sys.executable)' 2>/dev/null && return
+    "$candidate" -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null && return
   done
   echo "ci/test_matrix.sh: no Python $1" >&2
   return 1
