@@ -233,7 +233,7 @@ def check_contents(wheel: Path, folder: Path, update: bool) -> None:
     if wheel.name.endswith("-any.whl"):
         expect(not found, f"a wheel for every platform holds {', '.join(found)}")
         check_tag(wheel, dist_info, "any", expect)
-        check_licences(dist_info, {}, expect)
+        check_licences(dist_info, [], expect)
         return
     if set(found) != set(ALLOWED):
         expect(False, f"expected {', '.join(ALLOWED)}, found {', '.join(found) or 'none'}")

@@ -34,7 +34,7 @@ ensure_torch() {
 # ensure_build_tools PYTHON: what an isolated build would download, installed once instead.
 ensure_build_tools() {
   "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11' 'cmake>=3.24' 'ninja>=1.10' 'wheel>=0.46' \
-    'ziglang>=0.15'
+    'ziglang==0.17.*'
   # Its headers are all that is used: not the Python packages that it asks for.
   "$1" -m pip install --quiet --no-deps nvidia-cutlass==4.2.0.0
   has_nvcc || ensure_nvcc "$1"
