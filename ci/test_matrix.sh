@@ -46,7 +46,7 @@ install() {
   python=$(find_python "${1%:*}")
   torch=${1#*:}
   mkdir -p "$room/python" "$room/cwd" "$room/source"
-  if ! as_root "${nobody[@]}" "$python" -V >/dev/null 2>&1; then
+  if ! as_root "${nobody[@]}" test -x "$python"; then
     # Others can't read a home folder: a copy, without the packages that were installed into it. It
     # may look for its libpython where it came from, hence LD_LIBRARY_PATH.
     prefix=$("$python" -c 'import sys; print(sys.base_prefix)')

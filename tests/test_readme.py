@@ -34,7 +34,6 @@ def test_the_server_is_that_of_the_examples() -> None:
 
 # --- reasons -------------------------------------------------------------------------------------
 
-
 # Each is followed by another, which has a row.
 INTRODUCTIONS = {_diagnosis.NO_LIBRARY}
 
