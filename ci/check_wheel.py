@@ -1,10 +1,11 @@
-"""What a wheel with kernels must hold, checked without a GPU: python ci/check_wheel.py WHEEL
+"""What a released wheel must hold, checked without a GPU: python ci/check_wheel.py WHEEL
 
 Its libraries (what they need and export), the kernels in them (architectures, registers, memory,
-instructions), its size. The kernels' resources must be those of csrc/resources.txt; --update writes
-that file after a change that is meant.
+instructions), its size, and what it says of itself (check_metadata.py). The kernels' resources
+must be those of csrc/resources.txt; --update writes that file after a change that is meant. A
+pure-Python wheel must hold no library.
 
-Needs pyelftools, c++filt, cuobjdump and nvdisasm (PyPI has both: nvidia-cuda-cuobjdump and so on).
+Needs pyelftools, cyclonedx-python-lib, c++filt, cuobjdump and nvdisasm (see ci/check_wheel.sh).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from check_metadata import check_licences, check_origin, check_tag
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
@@ -32,8 +35,13 @@ RESOURCES = Path(__file__).parents[1] / "csrc/resources.txt"
 SHIPPED = ("sm_90a", "sm_100a", "sm_103a")
 MAX_WHEEL_BYTES = 50 * 10**6
 
+# What the platform tag promises, and the highest symbol versions of its oldest systems.
+PLATFORMS = {"EM_X86_64": "manylinux_2_28_x86_64", "EM_AARCH64": "manylinux_2_28_aarch64"}
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (8,)}
 SYSTEM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
 SYSTEM |= {"libdl.so.2", "librt.so.1", "libpthread.so.0", "ld-linux-aarch64.so.1"}
+# What libraries other than the system's provide: torch's stable ABI, and our own.
+FOREIGN = re.compile(r"(aoti_torch|torch|flashkda)_\w+")
 # No libcuda, libcudart, libtorch_cuda or libpython: each is missing somewhere.
 ALLOWED = {
     "libflashkda_cuda.so": SYSTEM,
@@ -53,34 +61,55 @@ def expect(holds: bool, problem: str) -> None:
 # --- the libraries -------------------------------------------------------------------------------
 
 
-def check_library(path: Path) -> None:
-    with path.open("rb") as file:
-        elf = ELFFile(file)
-        needed, exported, glibc = set(), set(), [(0,)]
-        for section in elf.iter_sections():
-            if isinstance(section, DynamicSection):
-                needed = {x.needed for x in section.iter_tags("DT_NEEDED")}
-            elif isinstance(section, SymbolTableSection) and section.name == ".dynsym":
-                exported = {x.name for x in section.iter_symbols() if is_exported(x)}
-            elif isinstance(section, GNUVerNeedSection):
-                names = [x.name for _, versions in section.iter_versions() for x in versions]
-                glibc += [
-                    tuple(map(int, x[6:].split("."))) for x in names if re.match(r"GLIBC_\d", x)
-                ]
-    size = path.stat().st_size
-    needs = ".".join(map(str, max(glibc)))
-    print(f"{path.name}: {size / 1e6:.2f} MB, needs glibc {needs}, {', '.join(sorted(needed))}")
-    extra = needed - ALLOWED[path.name]
-    expect(not extra, f"{path.name} needs {', '.join(sorted(extra))}")
-    foreign = sorted(x for x in exported if not x.startswith("flashkda_"))
-    expect(not foreign, f"{path.name} exports {', '.join(foreign[:5])}")
-    if path.name == "libflashkda_cuda.so":
-        expect("flashkda_abi" in exported, f"{path.name} exports no flashkda_abi")
+class Library:
+    """What the dynamic linker reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.needed: set[str] = set()
+        self.exported: set[str] = set()
+        self.unversioned: set[str] = set()  # taken from libraries other than the system's
+        self.versions: dict[str, tuple[int, ...]] = {}  # the highest of each family
+        with path.open("rb") as file:
+            elf = ELFFile(file)
+            self.machine = str(elf["e_machine"])
+            versions = elf.get_section_by_name(".gnu.version")
+            for section in elf.iter_sections():
+                if isinstance(section, DynamicSection):
+                    self.needed = {x.needed for x in section.iter_tags("DT_NEEDED")}
+                elif isinstance(section, SymbolTableSection) and section.name == ".dynsym":
+                    for i, symbol in enumerate(section.iter_symbols()):
+                        self._add_symbol(symbol, versions.get_symbol(i)["ndx"])
+                elif isinstance(section, GNUVerNeedSection):
+                    for name in (x.name for _, found in section.iter_versions() for x in found):
+                        family, _, number = name.rpartition("_")
+                        version = tuple(int(x) for x in number.split("."))
+                        self.versions[family] = max(self.versions.get(family, ()), version)
+
+    def _add_symbol(self, symbol: Any, version: int | str) -> None:
+        if symbol["st_info"]["bind"] == "STB_LOCAL":
+            return
+        if symbol["st_shndx"] != "SHN_UNDEF":
+            self.exported.add(symbol.name)
+        elif isinstance(version, str):  # VER_NDX_GLOBAL and so on, where others have a number
+            self.unversioned.add(symbol.name)
 
 
-def is_exported(symbol: object) -> bool:
-    info = symbol["st_info"]["bind"]  # type: ignore[index]
-    return info != "STB_LOCAL" and symbol["st_shndx"] != "SHN_UNDEF"  # type: ignore[index]
+def check_library(library: Library) -> None:
+    name = library.path.name
+    needs = [f"{x} {'.'.join(map(str, y))}" for x, y in sorted(library.versions.items())]
+    print(f"{name}: {library.machine}, {library.path.stat().st_size / 1e6:.2f} MB")
+    print(f"    needs {', '.join([*sorted(library.needed), *needs])}")
+    extra = library.needed - ALLOWED[name]
+    expect(not extra, f"{name} needs {', '.join(sorted(extra))}")
+    for family, version in library.versions.items():
+        expect(version <= NEWEST.get(family, ()), f"{name} needs {family} {version}")
+    foreign = sorted(x for x in library.unversioned if not FOREIGN.fullmatch(x))
+    expect(not foreign, f"{name} takes {', '.join(foreign[:5])} from nowhere known")
+    extra = {x for x in library.exported if not x.startswith("flashkda_")}
+    expect(not extra, f"{name} exports {', '.join(sorted(extra)[:5])}")
+    if name == "libflashkda_cuda.so":
+        expect("flashkda_abi" in library.exported, f"{name} exports no flashkda_abi")
 
 
 # --- the kernels ---------------------------------------------------------------------------------
@@ -192,16 +221,31 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(args.wheel) as archive:
             archive.extractall(folder)
-        package = Path(folder) / "flashkda"
-        found = {x.name for x in package.glob("*.so")}
-        expect(found == set(ALLOWED), f"expected {', '.join(ALLOWED)}, found {found or 'none'}")
-        for name in sorted(found & set(ALLOWED)):
-            check_library(package / name)
-        if "libflashkda_cuda.so" in found:
-            check_kernels(package / "libflashkda_cuda.so", args.update)
+        check_contents(args.wheel, Path(folder), args.update)
     for problem in problems:
         print(f"ci/check_wheel.py: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def check_contents(wheel: Path, folder: Path, update: bool) -> None:
+    (dist_info,) = folder.glob("*.dist-info")
+    found = {x.name: x for x in (folder / "flashkda").glob("*.so")}
+    if wheel.name.endswith("-any.whl"):
+        expect(not found, f"a wheel for every platform holds {', '.join(found)}")
+        check_tag(wheel, dist_info, "any", expect)
+        check_licences(dist_info, [], expect)
+        return
+    if set(found) != set(ALLOWED):
+        expect(False, f"expected {', '.join(ALLOWED)}, found {', '.join(found) or 'none'}")
+        return
+    libraries = [Library(found[name]) for name in sorted(found)]
+    for library in libraries:
+        check_library(library)
+    machines = {x.machine for x in libraries}
+    expect(len(machines) == 1, f"its libraries are for {', '.join(sorted(machines))}")
+    check_tag(wheel, dist_info, PLATFORMS.get(machines.pop(), "no known platform"), expect)
+    check_origin(dist_info, found["libflashkda_cuda.so"], SHIPPED, expect)
+    check_kernels(found["libflashkda_cuda.so"], update)
 
 
 if __name__ == "__main__":

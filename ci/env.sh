@@ -1,6 +1,9 @@
 # Sourced by the other scripts: one place for how an environment is made.
 # shellcheck shell=bash
 
+# The oldest glibc that a released wheel runs with: its tag says so, ci/check_wheel.py checks it.
+GLIBC=2.28
+
 # make_venv DIR: a virtual environment, kept when it already works.
 # PYTHON names the interpreter it is made from.
 make_venv() {
@@ -30,10 +33,23 @@ ensure_torch() {
 
 # ensure_build_tools PYTHON: what an isolated build would download, installed once instead.
 ensure_build_tools() {
-  "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11' 'cmake>=3.24' 'ninja>=1.10'
+  "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11' 'cmake>=3.24' 'ninja>=1.10' 'wheel>=0.46' \
+    'ziglang==0.17.*'
   # Its headers are all that is used: not the Python packages that it asks for.
   "$1" -m pip install --quiet --no-deps nvidia-cutlass==4.2.0.0
   has_nvcc || ensure_nvcc "$1"
+}
+
+# as_root COMMAND...
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
+}
+
+# ensure_command COMMAND PACKAGE: a program of Debian's.
+ensure_command() {
+  command -v "$1" >/dev/null && return
+  { as_root apt-get -qq update && as_root apt-get -qq install --no-install-recommends "$2"; } >/dev/null ||
+    { echo "no $1 on PATH: apt-get install $2" >&2; return 1; }
 }
 
 # has_nvcc: whether an nvcc that CMake takes is there (12.9 or newer).

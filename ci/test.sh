@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs no GPU: build, install, lint, types, tests with coverage.
-# Arguments go to pytest: bash ci/test.sh -k decode (a part of the tests can miss the coverage limit).
+# Everything that needs no GPU: build, install, lint, types, tests with coverage; the sdist, and the wheel
+# in one clean environment. Arguments go to pytest, and only that runs then: bash ci/test.sh -k decode
+# (a part of the tests can miss the coverage limit).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/env.sh
@@ -23,6 +24,10 @@ if "$venv/bin/python" -m pip check | grep -v -e '^nvidia-cutlass ' -e '^No broke
 [ "$(torch_version "$venv/bin/python")" = "$before" ] || { echo "installing the wheel replaced torch $before" >&2; exit 1; }
 
 PATH=$venv/bin:$PATH bash ci/lint.sh
+if [ $# = 0 ]; then
+  bash ci/test_sdist.sh dist/*.tar.gz
+  bash ci/test_matrix.sh "$wheel" --quick
+fi
 
 # From a folder outside the root: inside it, ./flashkda would shadow the installed package.
 outside=$(mktemp -d)

@@ -46,11 +46,11 @@ Probe probe_now(int device) {
   }
   if (error == cudaErrorInsufficientDriver) {
     cudaDriverGetVersion(&driver);
-    if (driver == 0) return {nullptr, "there is no CUDA driver"};
+    if (driver == 0) return {nullptr, "there is no CUDA driver: install one"};
     return {nullptr, "the driver is too old for the kernels' CUDA runtime (it offers CUDA " +
                          std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) +
                          ", they need " + std::to_string(CUDART_VERSION / 1000) + "." +
-                         std::to_string(CUDART_VERSION % 1000 / 10) + ")"};
+                         std::to_string(CUDART_VERSION % 1000 / 10) + "): update the driver"};
   }
   if (error != cudaSuccess) return {nullptr, cudaGetErrorString(error)};
   for (Architecture const& built : kBuilt) {
@@ -62,7 +62,9 @@ Probe probe_now(int device) {
     reason += (&built == kBuilt.data() ? "" : ", ") + std::to_string(built.major) + "." +
               std::to_string(built.minor);
   }
-  return {nullptr, reason + ")"};
+  bool const is_option = major == Sm120::kMajor && minor == Sm120::kMinor;
+  reason += is_option ? "): build from source with FLASHKDA_ARCHS=120a" : "): there are no kernels for it";
+  return {nullptr, reason};
 }
 
 // A device's answer does not change; failures are asked again, since a driver may yet come up.

@@ -74,6 +74,7 @@ def report() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "build": _build_facts(),
         "devices": [_describe(device) for device in devices()],
+        "no_cuda_device": None if torch.cuda.is_available() else backend("cuda").reason,
     }
 
 
@@ -104,4 +105,6 @@ def main(*, as_json: bool = False) -> int:
         capability = f", capability {device['capability']}" if device["capability"] else ""
         print(f"{device['device']:9} {device['name']}{capability}")
         print(f"{'':9} backend {device['backend']}: {device['reason']}")
+    if facts["no_cuda_device"]:
+        print(f"cuda      none: {facts['no_cuda_device']}")
     return 0

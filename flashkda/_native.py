@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import _diagnosis
+
 _ABI = 3  # csrc/flashkda.h: flashkda_abi()
 HEAD_DIM = 128  # K and V
 MAX_VALUE_HEADS = 65535  # of a CUDA grid
@@ -20,7 +22,6 @@ ALIGNMENT = 16  # bytes, of what TMA reads and writes
 _LONGEST = 2**30  # no sequence of a call has more tokens: a multiple of 16 that an int32 holds
 _GATE_DTYPES = (torch.bfloat16, torch.float32)
 
-NO_LIBRARY = "this build of flashkda holds no CUDA kernels, so the PyTorch path serves every device"
 NOTHING_TO_COMPUTE = "the call has no tokens or no sequences, so there is nothing to compute"
 DECLINED = "flashkda: the kernels declined a call that was fitted to them"
 NO_BACKWARD = "the CUDA kernels have no backward pass yet, and an input requires grad"
@@ -32,23 +33,25 @@ NO_BACKWARD = "the CUDA kernels have no backward pass yet, and an input requires
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """The C library, with the operator attached to torch; or None and the reason."""
     folder = Path(__file__).parent
-    binding = folder / "libflashkda_torch.so"
-    if not binding.exists():
-        return None, NO_LIBRARY
+    kernels, binding = (folder / f"libflashkda_{x}.so" for x in ("cuda", "torch"))
+    if not binding.exists() and not kernels.exists():
+        return None, _diagnosis.no_library()
+    reason = _diagnosis.old_torch() or _diagnosis.bad_file(kernels) or _diagnosis.bad_file(binding)
+    if reason is not None:
+        return None, reason
     try:
         # The binding first: it leads to the kernels, which ctypes then finds in the process.
         torch.ops.load_library(binding)
-        library = ctypes.CDLL(str(folder / "libflashkda_cuda.so"))
+        library = ctypes.CDLL(str(kernels))
         abi = library.flashkda_abi()
         library.flashkda_build_info.restype = ctypes.c_char_p
         library.flashkda_probe.restype = ctypes.c_char_p
     except (OSError, RuntimeError, AttributeError) as error:
-        cause = error.__cause__ or error
-        return None, f"the library of the CUDA kernels failed to load: {cause}"
+        return None, _diagnosis.failure(error.__cause__ or error)
     if abi != _ABI:
         return None, (
             f"the library of the CUDA kernels belongs to another version of flashkda (its ABI is "
-            f"{abi}, this package needs {_ABI})"
+            f"{abi}, this package needs {_ABI}): {_diagnosis.REINSTALL}"
         )
     return library, ""
 
@@ -75,7 +78,7 @@ def probe(device_index: int) -> tuple[str | None, str]:
     if _library is None:
         return None, _reason
     if not torch.cuda.is_available():
-        return None, "torch finds no CUDA device (torch.cuda.is_available() is False)"
+        return None, _diagnosis.no_device()
     message = ctypes.create_string_buffer(512)
     found = _library.flashkda_probe(device_index, message, ctypes.c_size_t(len(message)))
     if found is None:

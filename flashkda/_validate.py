@@ -70,7 +70,8 @@ def require_writable(name: str, x: Tensor) -> None:
 
 
 def require_number(name: str, x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, int | float):
+    # A tuple: Dynamo of torch 2.9 can't trace int | float.
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}: expected a float, got {_describe(x)}")
     return float(x)
 
@@ -357,11 +358,17 @@ def check_chunk_size(chunk_size: Any) -> None:
         raise ValueError(f"chunk_size: expected 16, 32, 64 or None, got {chunk_size!r}")
 
 
+# Asked once, at import: Dynamo of torch 2.9 can't trace the question.
+_AUTOCASTS = frozenset(
+    x for x in ("cpu", "cuda", "mps", "xpu", "hpu", "xla") if torch.amp.is_autocast_available(x)
+)
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device_type = tensors[0].device.type
     if (
         tensors[0].dtype != torch.float32
-        or not torch.amp.is_autocast_available(device_type)
+        or device_type not in _AUTOCASTS
         or not torch.is_autocast_enabled(device_type)
     ):
         return tensors

@@ -100,6 +100,8 @@ def test_each_public_call_is_one_operator(route: str) -> None:
     assert len(record(ROUTES[route])) == expected
 
 
+# opcheck in torch 2.14 looks at .grad of a tensor that is no leaf, and so warns about itself.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("route", list(ROUTES))
 def test_opcheck(route: str) -> None:
     for operator, args, kwargs in record(ROUTES[route]):

@@ -15,7 +15,7 @@ from cases import KdaCase
 from torch import Tensor
 
 import flashkda
-from flashkda import _backend, _known, _native, _selftest, cli
+from flashkda import _backend, _diagnosis, _known, _native, _selftest, cli
 
 HAS_LIBRARY = _native.build_info() is not None
 needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="this build holds no kernels")
@@ -86,23 +86,11 @@ def test_reasons_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         note()
         assert "driver" in reasons[-1]
     monkeypatch.setattr(_native, "_library", None)
-    for reason in (_native.NO_LIBRARY, "the library of the CUDA kernels failed to load: why"):
+    for reason in (_diagnosis.no_library(), _diagnosis.failure("why")):
         monkeypatch.setattr(_native, "_reason", reason)
         note()
         assert reasons[-1] == reason
     assert len(set(reasons)) == len(reasons)
-
-
-def test_a_library_that_does_not_load_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_native, "__file__", str(tmp_path / "_native.py"))
-    assert _native._load() == (None, _native.NO_LIBRARY)
-    (tmp_path / "libflashkda_torch.so").write_text("no library")
-    library, reason = _native._load()
-    assert library is None
-    assert "failed to load" in reason
-    assert "libflashkda_torch.so" in reason
 
 
 @needs_library

@@ -60,6 +60,20 @@ def test_metadata_names_the_licence(metadata: importlib.metadata.PackageMetadata
     assert metadata["Requires-Python"] == ">=3.10"
 
 
+def test_every_step_of_the_workflows_calls_a_script() -> None:
+    """So that what runs elsewhere can be run here."""
+    steps = [
+        line
+        for path in (TREE / ".github/workflows").glob("*.yml")
+        for line in re.findall(r"\brun:\s*(.*)", path.read_text(encoding="utf-8"))
+    ]
+    assert steps
+    for step in steps:
+        script = re.fullmatch(r"bash (ci/\w+\.sh)", step)
+        assert script is not None, step
+        assert (TREE / script[1]).is_file()
+
+
 def test_wheel_fits_every_python() -> None:
     tags = importlib.metadata.distribution("flashkda").read_text("WHEEL") or ""
     found = re.findall(r"^Tag: (\S+)", tags, flags=re.MULTILINE)
@@ -102,6 +116,30 @@ print(time.perf_counter() - start)
 def test_import_leaves_the_layer_for_later(tmp_path: Path) -> None:
     code = "import sys, flashkda; print('flashkda.nn' in sys.modules, flashkda.nn.__name__)"
     assert run_fresh(code, tmp_path).stdout.split() == ["False", "flashkda.nn"]
+
+
+def test_first_call_starts_no_program_and_writes_nothing(tmp_path: Path) -> None:
+    """No compiler, no cache: from the import to a result."""
+    code = """
+import sys, torch
+seen = []
+def watch(event, args):
+    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"):
+        seen.append((event, str(args)))
+    elif event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
+        seen.append((event, str(args)))
+    elif event == "import" and args[0] in ("triton", "torch._inductor", "torch._dynamo"):
+        seen.append((event, args[0]))
+sys.addaudithook(watch)
+import flashkda
+x = torch.randn(1, 40, 2, 8)
+o, _ = flashkda.chunk_kda(x, x, x, -x.abs(), x[..., 0].sigmoid())
+assert o.isfinite().all()
+flashkda.fused_recurrent_kda(x, x, x, -x.abs(), x[..., 0].sigmoid())
+print(seen)
+"""
+    done = run_fresh(code, tmp_path, PYTHONDONTWRITEBYTECODE="1")
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 @pytest.mark.parametrize(
