@@ -44,6 +44,24 @@ def test_version_is_the_one_in_pyproject(metadata: importlib.metadata.PackageMet
     assert metadata["Version"] == flashkda.__version__ == declared[1]
 
 
+def test_recipe_repeats_pyproject() -> None:
+    """A recipe can read other files only as an experiment, so it has these facts a second time."""
+    project = (TREE / "pyproject.toml").read_text(encoding="utf-8")
+    recipe = (TREE / "recipe/recipe.yaml").read_text(encoding="utf-8")
+    for key, repeated in {
+        "name": "  name: {}",
+        "version": '  version: "{}"',
+        "description": '  summary: "{}"',
+        "license": "  license: {}",
+    }.items():
+        declared = re.search(rf'^{key} = "(.+?)"', project, flags=re.MULTILINE)
+        assert declared is not None
+        assert repeated.format(declared[1]) in recipe.splitlines(), key
+    requires = re.search(r'^requires-python = ">=(.+?)"', project, flags=re.MULTILINE)
+    assert requires is not None
+    assert f"        - python >={requires[1]}" in recipe.splitlines()
+
+
 def test_only_torch_is_required() -> None:
     requirements = [Requirement(line) for line in importlib.metadata.requires("flashkda") or []]
     always = [r for r in requirements if r.marker is None or "extra" not in str(r.marker)]
