@@ -27,26 +27,31 @@ def fwd(
 ) -> None:
     """:func:`flashkda.chunk_kda` into the caller's tensors, in the order of Moonshot's ``fwd``.
 
-    Gate, normalisation and sigmoid are on: g are raw gate logits, beta logits.
+    Formulas, and the calls that CUDA kernels serve, are those of :func:`flashkda.chunk_kda`. Gate,
+    normalisation and sigmoid are on: g are raw gate logits, beta logits. The kernels take T up to
+    16 token by token, more in chunks. Inputs are not cast under autocast. Nothing is returned.
 
     Args:
-        q: ``[B, T, H, K]``.
-        k: ``[B, T, H, K]``.
-        v: ``[B, T, HV, V]``.
-        g: ``[B, T, HV, K]``.
-        beta: ``[B, T, HV]``.
+        q: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; K up to 256; any strides.
+        k: ``[B, T, H, K]`` of q's dtype.
+        v: ``[B, T, HV, V]`` of q's dtype; V up to 256; HV a multiple of H.
+        g: ``[B, T, HV, K]``, any of the 16- and 32-bit dtypes (float64 with float64 inputs).
+        beta: ``[B, T, HV]``, dtypes as for g.
         scale: factor on the outputs.
         out: ``[B, T, HV, V]`` of v's dtype, written; rows past ``cu_seqlens[-1]`` stay untouched.
-        A_log: ``[HV]``.
-        dt_bias: ``[HV, K]`` or ``[HV * K]``.
+            Must overlap no input.
+        A_log: ``[HV]``, any floating dtype; None only with ``lower_bound``.
+        dt_bias: ``[HV, K]`` or ``[HV * K]``, any floating dtype; None for zeros.
         lower_bound: in [-5, 0), or None for the softplus gate.
-        initial_state: ``[N, HV, V, K]`` float32 or bfloat16.
-        final_state: ``[N, HV, V, K]`` float32 or bfloat16, written; may be ``initial_state``.
-        cu_seqlens: ``[N + 1]`` int32 or int64.
+        initial_state: ``[N, HV, V, K]`` float32 or bfloat16 (float64 with float64 inputs). Default:
+            zeros.
+        final_state: the same, written; of a dtype of its own; may be ``initial_state``.
+        cu_seqlens: ``[N + 1]`` int32 or int64 on q's device, with B = 1.
 
     Raises:
         ValueError: as :func:`flashkda.chunk_kda`; also when an input requires grad.
         TypeError: as :func:`flashkda.chunk_kda`.
+        RuntimeError: the launch of a kernel fails.
     """
     others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     flags = ("fwd", A_log is None, dt_bias is None, scale, lower_bound)
@@ -88,18 +93,23 @@ _RECORDS = {32: 29696, 16: 14080}  # tokens in a chunk: bytes of its record (csr
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes that the ``workspace`` of :func:`flashkda.chunk_kda` needs.
 
-    Enough for any call of that size, whatever its gate: about 930 bytes per token and 29 kB per
+    Enough for any call of that size, whatever its gate: about 930 bytes per token and 30 kB per
     sequence, for each value head. Without a workspace, and in :func:`fwd`, torch's allocator gives
-    the kernels their scratch memory.
+    the kernels their scratch memory, as it always does for checkpoints inside a chunk.
 
     Args:
-        T_total: tokens of all sequences.
+        T_total: tokens of all sequences, rows past the last one included: ``B * T``.
         H: value heads.
-        N: sequences.
+        N: sequences, empty ones included.
 
     Raises:
         TypeError: an argument is no int.
         ValueError: an argument is negative.
+
+    Example:
+        >>> import flashkda
+        >>> flashkda.get_workspace_size(8192, 4)
+        30527488
     """
     for name, x in (("T_total", T_total), ("H", H), ("N", N)):
         if isinstance(x, bool) or not isinstance(x, int):

@@ -64,11 +64,13 @@ def chunk_kda(
         S_t = R_t + beta_t k_t (v_t - R_t^T k_t)^T        the delta rule
         o_t = scale * S_t^T q_t
 
-    Differentiable in q, k, v, g, beta, A_log, dt_bias and initial_state. Inputs keep their dtype;
-    under autocast float32 q, k and v are cast to its dtype, as a matmul would.
+    Differentiable, once, in q, k, v, g, beta, A_log, dt_bias and initial_state. Inputs keep their
+    dtype; under autocast float32 q, k and v are cast to its dtype, as a matmul would.
 
-    On CUDA devices that the kernels serve, bfloat16 calls with K = V = 128 that need no gradient
-    run in them; all others take the PyTorch path, forward and backward (see :func:`explain`).
+    CUDA kernels take calls that need no gradient, on a device that they serve, with K = V = 128,
+    bfloat16 q, k and v, and g, beta and states in bfloat16 or float32; slots of pools and of
+    ``checkpoint_states`` must be dense and start at multiples of 16 bytes. All other calls take the
+    PyTorch path, forward and backward (see :func:`explain`).
 
     **State pool.** With ``ssm_state_indices``, ``initial_state`` is a pool ``[slots, HV, K, V]``
     with any stride between slots. Sequence n starts from slot ``ssm_state_indices[n]``, and its
@@ -129,8 +131,9 @@ def chunk_kda(
         pad_slot_id: slots up to this are pads: -1 for SGLang, 0 where slot 0 is the null slot
             (vLLM). A sequence whose final state would go to a pad is padding: none of its states
             is read or written, its outputs are zeros. One that merely starts from a pad starts
-            from zeros, as a request without a prefix does. Default: there are no pads, and a slot
-            outside the pool is an error (where it can be seen: on a GPU kernel it can't).
+            from zeros, as a request without a prefix does. Default: there are no pads. A slot
+            outside the pool that is no pad is an error on the PyTorch path; kernels can't raise,
+            leave the slots of that sequence alone and make its outputs NaN.
         inplace_final_state: overwrite ``initial_state``, and return it. Default: True for a pool,
             else False. False with a pool only reads it.
         checkpoint_states: ``[M, HV, K, V]``, or ``[M, HV, V, K]`` with ``state_v_first``; float32
@@ -140,16 +143,21 @@ def chunk_kda(
             from the start of a sequence in this call, multiples of 16. 0 is no checkpoint, and an
             offset past the end is ignored. An int instead stands for a checkpoint after every so
             many tokens: column p of ``checkpoint_indices`` then is for offset ``(p + 1)`` times it.
+            On the kernels an offset that is no multiple of 16 is undefined: it may be taken, be
+            ignored, or cost the next checkpoint.
         checkpoint_indices: int32 or int64 slots of ``checkpoint_states``, in the shape of
             ``checkpoint_offsets``; negative ones are skipped. No two checkpoints may share a slot.
             Default, with offsets ``[N]``: sequence n has slot n.
         workspace: uint8 on q's device, contiguous, of at least ``get_workspace_size(B * T, HV, N)``
             bytes, on a GPU at an address that is a multiple of 128: scratch memory, for CUDA graphs
-            of a fixed capacity. The PyTorch path has no use for it.
-        max_seqlen: the caller's promise that no sequence is longer, checked where the host knows
-            the lengths. Up to 16 tokens (default: by T, or by ``cu_seqlens_cpu``) the kernels take
-            token by token, more in chunks: results differ by rounding, and promises of equal bits
-            hold between calls that are taken in the same way.
+            of a fixed capacity. Its contents are lost. Checkpoints take 4608 bytes more each, for
+            each value head, from torch's allocator where the gate is bounded and they are not known
+            to be at multiples of 32. The PyTorch path has no use for it.
+        max_seqlen: the caller's promise, in tokens, that no sequence is longer, checked where the
+            host knows the lengths. Up to 16 (default: T, or the longest of ``cu_seqlens_cpu``) the
+            kernels take a call without checkpoints token by token, others in chunks: results
+            differ by rounding, and promises of equal bits hold between calls that are taken in the
+            same way. Under torch.compile it counts with a pool or a workspace only.
         out: ``[B, T, HV, V]`` of v's dtype, written in place and returned; must overlap no input.
         backend: ``"cuda"``, ``"torch"``, or None for the best that serves the call.
         chunk_size: accepted; results do not depend on it.
@@ -166,11 +174,13 @@ def chunk_kda(
     Raises:
         ValueError: a shape, device, stride, range or combination is wrong; ``out``, a pool,
             checkpoints or a workspace are given while an input requires grad. On the PyTorch path
-            also a slot outside its pool, a written slot that serves two, and an offset that is no
-            multiple of 16; kernels skip what they can't serve.
+            also ``cu_seqlens`` that decrease or leave T, a slot outside its pool, a written slot
+            that serves two, and an offset that is no multiple of 16: what tables on a GPU hold,
+            kernels can't refuse.
         TypeError: a dtype or the kind of an argument is wrong.
-        NotImplementedError: ``cp_context`` or ``return_intermediate_states`` is asked for.
-        RuntimeError: ``backend="cuda"`` can't serve the call.
+        NotImplementedError: ``cp_context`` or ``return_intermediate_states`` is asked for; in the
+            backward pass, a second derivative.
+        RuntimeError: ``backend="cuda"`` can't serve the call; the launch of a kernel fails.
 
     Example:
         >>> import torch, flashkda
@@ -339,7 +349,9 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """The recurrence of :func:`chunk_kda` token by token, for decoding a few tokens per sequence.
 
-    Arguments not listed are those of :func:`chunk_kda`. Not differentiable.
+    Arguments not listed are those of :func:`chunk_kda`, dtypes too. Not differentiable. A CUDA
+    kernel serves what those of :func:`chunk_kda` serve, for any T; it reads each state once and
+    writes it once, or once per token where each has a slot.
 
     **State pool.** With ``ssm_state_indices``, ``initial_state`` is a pool ``[slots, HV, K, V]``
     with any stride between slots. Indices ``[N]``: sequence n starts from slot ``i[n]`` and its
@@ -370,23 +382,28 @@ def fused_recurrent_kda(
             written, its outputs are zeros. With ``final_state_indices`` that slot decides, and a
             sequence that merely starts from a pad starts from zeros. With ``[N, S]`` the slot to
             start from decides, and a state after a token that has a pad is not kept. Default: there
-            are no pads, and a slot outside the pool is an error (where it can be seen: on a GPU
-            kernel it can't).
+            are no pads. A slot outside the pool that is no pad is an error on the PyTorch path. The
+            kernel can't raise: a sequence that would start or end there touches no slot and gets
+            NaN outputs, as does a token whose own slot is outside.
         state_is_ready: the caller's promise that the kernel just before on the stream does not
             write ``initial_state``, ``ssm_state_indices``, ``final_state_indices``,
             ``num_accepted_tokens``, ``cu_seqlens``, ``A_log`` or ``dt_bias``. The CUDA kernel then
             loads states before that kernel has ended (programmatic dependent launch); with a
-            broken promise it may read what was there before. Inputs per token may be written by
-            that kernel. The PyTorch path has no use for it.
+            broken promise it may read what was there before. Where that kernel was itself launched
+            so, as a call with this promise is, the promise covers those before it too, back to and
+            including one that was launched normally. Inputs per token may be written by the kernel
+            just before. The PyTorch path has no use for it.
 
     Returns:
-        As :func:`chunk_kda`; with ``inplace_final_state`` the second is ``initial_state``.
+        As :func:`chunk_kda`; with ``inplace_final_state`` the second is ``initial_state``. A NaN
+        spreads to later tokens only.
 
     Raises:
         NotImplementedError: an input requires grad; use :func:`chunk_kda`.
         ValueError: as :func:`chunk_kda`; on the PyTorch path also a slot outside the pool, a
             written slot that serves two sequences, more tokens than slots, an accepted count
-            outside ``[1, S]``; a state to be overwritten that requires grad.
+            outside ``[1, S]`` (the kernel: NaN outputs); a state to be overwritten that requires
+            grad.
         TypeError: as :func:`chunk_kda`.
         RuntimeError: as :func:`chunk_kda`.
 
@@ -477,7 +494,17 @@ def fused_recurrent_kda(
 def explain(*args: Any, **kwargs: Any) -> _backend.Backend:
     """Which implementation a call of :func:`chunk_kda` with these arguments takes, and why.
 
-    Runs no kernel. Example: ``flashkda.explain(q, k, v, g, beta, backend=None)``.
+    Runs no kernel, and checks no shapes: the call is taken to be valid. :func:`fused_recurrent_kda`
+    chooses in the same way, by the arguments that both have.
+
+    Returns:
+        The name (``"torch"`` or ``"cuda"``) and the reason, a sentence.
+
+    Example:
+        >>> import torch, flashkda
+        >>> x = torch.randn(1, 4, 2, 32)
+        >>> flashkda.explain(x, x, x, -x.abs(), torch.rand(1, 4, 2)).name
+        'torch'
 
     Raises:
         TypeError: the arguments are not those of :func:`chunk_kda`.
