@@ -92,6 +92,16 @@ def test_every_step_of_the_workflows_calls_a_script() -> None:
         assert (TREE / script[1]).is_file()
 
 
+def test_apptainer_definition_is_the_image() -> None:
+    """What it does not say, environment and command, it takes from the Containerfile's image."""
+    definition = (TREE / "ci/flashkda.def").read_text(encoding="utf-8")
+    assert re.findall(r"^%(\w+)", definition, flags=re.MULTILINE) == ["test"]
+    (image,) = re.findall(r"^From: build/image/(.+)", definition, flags=re.MULTILINE)
+    script = (TREE / "ci/build_image.sh").read_text(encoding="utf-8")
+    assert "build --quiet --pull=never --file ci/Containerfile " in script
+    assert f'"oci:$work/{image}"' in script
+
+
 def test_wheel_fits_every_python() -> None:
     tags = importlib.metadata.distribution("flashkda").read_text("WHEEL") or ""
     found = re.findall(r"^Tag: (\S+)", tags, flags=re.MULTILINE)
