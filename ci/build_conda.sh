@@ -9,7 +9,7 @@ source ci/env.sh
 
 wheel=
 [[ ${1:-} != *.whl ]] || { wheel=$1; shift; }
-[ -n "$wheel" ] || wheel=$(ls dist/flashkda-*linux*_x86_64.whl)
+[ -n "$wheel" ] || wheel=$(built_wheel)
 
 make_venv .venv-conda
 .venv-conda/bin/python -m pip install --quiet py-rattler-build==0.73.0 py-rattler==0.28.0

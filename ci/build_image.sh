@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 source ci/env.sh
 root=$PWD
 
-wheel=${1:-$(ls dist/flashkda-*linux*_x86_64.whl)}
+wheel=${1:-$(built_wheel)}
 wheel=$(realpath -e "$wheel")
 [ "$(id -u)" = 0 ] || { echo "ci/build_image.sh needs root: sudo bash ci/build_image.sh" >&2; exit 1; }
 for tool in mmdebstrap buildah skopeo bwrap:bubblewrap; do ensure_command "${tool%:*}" "${tool#*:}"; done

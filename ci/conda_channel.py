@@ -64,6 +64,7 @@ def main() -> int:
     # Nothing is taken from, or left in, the user's caches.
     os.environ["RATTLER_CACHE_DIR"] = str(WORK / "cache")
     shutil.rmtree(CHANNEL, ignore_errors=True)
+    WORK.mkdir(parents=True, exist_ok=True)
 
     step("stand-ins for the packages of conda-forge")
     add_fixtures(args.quick)

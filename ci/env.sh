@@ -40,6 +40,13 @@ ensure_build_tools() {
   has_nvcc || ensure_nvcc "$1"
 }
 
+# built_wheel: the one that ci/build_wheel.sh left in dist.
+built_wheel() {
+  local wheels=(dist/flashkda-*linux*_x86_64.whl)
+  [ -e "${wheels[0]}" ] || { echo "no wheel in dist: bash ci/build_wheel.sh" >&2; return 1; }
+  echo "${wheels[0]}"
+}
+
 # as_root COMMAND...
 as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
