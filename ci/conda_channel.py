@@ -117,13 +117,17 @@ def add_package(
     name: str, version: str, build: str, fill: Fill, depends: list[str], run_exports: list[str]
 ) -> None:
     """Puts a package into the channel: what `fill` writes to its prefix. Made once, then kept."""
-    recipe = json.dumps([sys.base_prefix, depends, run_exports])
+    recipe = json.dumps([sys.base_prefix, depends, run_exports, "compiled"])
     folder = FIXTURES / hashlib.sha256(recipe.encode()).hexdigest()[:12]
     package = folder / f"{name}-{version}-{build}.conda"
     if not package.exists():
         start = time.monotonic()
         with tempfile.TemporaryDirectory(dir=WORK) as prefix:
             fill(Path(prefix))
+            # As in conda-forge's packages: without it every process of a test compiles PyTorch for
+            # 10 s. No check, since PyTorch has files for newer Pythons alone.
+            options = ["-qq", "-j", "0", "--invalidation-mode", "unchecked-hash"]
+            subprocess.run([sys.executable, "-m", "compileall", *options, prefix], check=False)
             exports = Path(prefix, "info/run_exports.json")
             exports.parent.mkdir()
             exports.write_text(json.dumps({"weak": run_exports}))
