@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs no GPU: build, install, lint, types, tests with coverage; the sdist, and the wheel
-# in one clean environment. Arguments go to pytest, and only that runs then: bash ci/test.sh -k decode
+# Everything that needs no GPU: build, install, lint, types, tests with coverage; the sdist, the conda packages,
+# and the wheel in one clean environment. Arguments go to pytest, and only that runs then: bash ci/test.sh -k decode
 # (a part of the tests can miss the coverage limit).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,6 +27,11 @@ PATH=$venv/bin:$PATH bash ci/lint.sh
 if [ $# = 0 ]; then
   bash ci/test_sdist.sh dist/*.tar.gz
   bash ci/test_matrix.sh "$wheel" --quick
+  if "$venv/bin/python" -c 'import sys; sys.exit(sys.base_prefix == "/usr")'; then
+    bash ci/build_conda.sh "$wheel"
+  else
+    echo "not run: ci/build_conda.sh, which can't make a conda package of a system's Python; set PYTHON to another"
+  fi
 fi
 
 # From a folder outside the root: inside it, ./flashkda would shadow the installed package.
