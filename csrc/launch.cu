@@ -1,6 +1,7 @@
 // Launches of one architecture: FLASHKDA_ARCH names its traits struct (arch.h).
 
 #include <algorithm>
+#include <limits>
 
 #include "arch.h"
 #include "launch_common.h"
@@ -68,8 +69,12 @@ Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
       make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_LOAD{}, p.v, p.num_tokens, p.value_heads),
       make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_STORE{}, p.out, p.num_tokens, p.value_heads)};
   if (Failure f = check_encoded(); !f.empty()) return f;
-  dim3 const grid(static_cast<unsigned>(p.num_seqs) * static_cast<unsigned>(p.value_heads) *
-                  (kHeadDim / Config::kValues));
+  int64_t const ctas = int64_t{p.num_seqs} * p.value_heads * (kHeadDim / Config::kValues);
+  if (ctas > std::numeric_limits<int32_t>::max()) {
+    return "scan: " + std::to_string(p.num_seqs) + " sequences of " + std::to_string(p.value_heads) +
+           " value heads are more than a CUDA grid holds";
+  }
+  dim3 const grid(static_cast<unsigned>(ctas));
   // With no more CTAs than SMs each should have an SM of its own, but a grid that starts while the
   // previous one drains fills the first free SM twice: take more than half of its shared memory.
   size_t const shared = sizeof(ScanStorage<Config>);

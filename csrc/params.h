@@ -114,7 +114,7 @@ struct ChunkFwdParams : Inputs {
 
 // One call of the token-by-token form.
 struct RecurrentParams : Inputs {
-  bool state_is_ready;  // the kernel before on the stream writes neither states nor anything but tokens
+  bool state_is_ready;  // the kernel just before on the stream writes nothing of this but tokens
 };
 
 }  // namespace flashkda

@@ -62,10 +62,11 @@ def check_slots(
     valid.require_tensor("ssm_state_indices", ssm_state_indices)
     letters = "[N] or [N, S]" if slot_per_token else "[N]"
     dims = (1, 2) if slot_per_token else (1,)
-    if ssm_state_indices.dim() not in dims or ssm_state_indices.shape[0] != num_sequences:
+    shape = ssm_state_indices.shape
+    if len(shape) not in dims or shape[0] != num_sequences or 0 in shape[1:]:
         raise ValueError(
-            f"ssm_state_indices: expected shape {letters} with N = {num_sequences}, got "
-            f"{list(ssm_state_indices.shape)}"
+            f"ssm_state_indices: expected shape {letters} with N = {num_sequences} and S > 0, got "
+            f"{list(shape)}"
         )
     valid.require_dtype("ssm_state_indices", ssm_state_indices, valid.INDEX_DTYPES)
     valid.require_device("ssm_state_indices", ssm_state_indices, q.device)

@@ -389,10 +389,11 @@ def fused_recurrent_kda(
             write ``initial_state``, ``ssm_state_indices``, ``final_state_indices``,
             ``num_accepted_tokens``, ``cu_seqlens``, ``A_log`` or ``dt_bias``. The CUDA kernel then
             loads states before that kernel has ended (programmatic dependent launch); with a
-            broken promise it may read what was there before. Where that kernel was itself launched
-            so, as a call with this promise is, the promise covers those before it too, back to and
-            including one that was launched normally. Inputs per token may be written by the kernel
-            just before. The PyTorch path has no use for it.
+            broken promise it may read what was there before. Kernels of this package start only
+            once all before the one in front of them have ended; where the kernel in front is
+            another's that lets this one start earlier, the promise covers those before it too.
+            Inputs per token may be written by the kernel just before. The PyTorch path has no use
+            for it.
 
     Returns:
         As :func:`chunk_kda`; with ``inplace_final_state`` the second is ``initial_state``. A NaN

@@ -21,7 +21,7 @@ struct DecodeStorage {
     float4 parked[Config::kThreadValues * Config::kThreadKeys / 4][Config::kThreads];
   };
   DecodeToken token[Config::kTokens];
-  alignas(8) uint64_t state_full;
+  alignas(8) uint64_t state_full[Config::kCopies];
 };
 
 namespace decode {
@@ -136,6 +136,8 @@ __device__ __forceinline__ void fill(
 
 constexpr uint16_t kZero = 0, kNaN = 0x7fff;
 
+constexpr unsigned kMaxGridY = 65535;
+
 // What a CTA works on.
 struct Tile {
   int n, head, first;  // first: value
@@ -146,11 +148,11 @@ struct Tile {
 template <class Config>
 __device__ __forceinline__ Tile tile_of_block(RecurrentParams const& p) {
   constexpr unsigned kParts = kHeadDim / Config::kValues;
-  unsigned const row = blockIdx.x / kParts;
   Tile tile;
-  tile.n = row / p.value_heads;
-  tile.head = row % p.value_heads;
+  tile.n = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+  tile.head = blockIdx.x / kParts;
   tile.first = blockIdx.x % kParts * Config::kValues;
+  if (tile.n >= p.num_seqs) return tile;
   tile.start = sequence_bound(p, tile.n);
   tile.length = static_cast<int>(sequence_bound(p, tile.n + 1) - tile.start);
   return tile;
@@ -179,31 +181,39 @@ struct Batch {
       : begin(done), count(min(tile.length - done, Config::kTokens)) {}
 };
 
-// Asks for the warp's tokens. A lane gets the step size of one of all.
+// What a lane holds of the tokens that its warp asked for.
+struct Requested {
+  float beta;  // of one token of the batch
+  LaneGate gate;
+};
+
 template <class Config>
-__device__ __forceinline__ float request_tokens(DecodeStorage<Config>& smem,
-                                                RecurrentParams const& p,
-                                                Tile const& tile,
-                                                Batch<Config> const& batch) {
-  int const lane = ptx::thread_anew() & 31;
+__device__ __forceinline__ Requested request_tokens(DecodeStorage<Config>& smem,
+                                                    RecurrentParams const& p,
+                                                    Tile const& tile,
+                                                    Batch<Config> const& batch) {
+  int const lane = ptx::thread_anew() & 31, warp = ptx::thread_anew() / 32;
   int64_t const first = tile.start + batch.begin;
+  Requested requested = {};
+  if (warp >= batch.count) return requested;
 #pragma unroll 1
-  for (int t = ptx::thread_anew() / 32; t < batch.count; t += Config::kWarps) {
+  for (int t = warp; t < batch.count; t += Config::kWarps) {
     request_token(smem.token[t], p, first + t, tile.head);
   }
-  return lane < batch.count ? step_size(p, first + lane, tile.head) : 0.f;
+  requested.gate = lane_gate(p, tile.head);
+  requested.beta = step_size(p, first + min(lane, batch.count - 1), tile.head);
+  return requested;
 }
 
 template <class Config>
 __device__ __forceinline__ void stage_tokens(DecodeStorage<Config>& smem,
                                              RecurrentParams const& p,
-                                             Tile const& tile,
                                              Batch<Config> const& batch,
-                                             float beta) {
+                                             Requested const& requested) {
   ptx::async_copy_wait();
 #pragma unroll 1
   for (int t = ptx::thread_anew() / 32; t < batch.count; t += Config::kWarps) {
-    stage_token(smem.token[t], p, tile.head, __shfl_sync(0xffffffffu, beta, t));
+    stage_token(smem.token[t], p, requested.gate, __shfl_sync(0xffffffffu, requested.beta, t));
   }
 }
 
@@ -243,7 +253,7 @@ __device__ __forceinline__ void begin_state(State<Config>& state,
   if (!has_state) {
     state = {};
   } else if constexpr (Config::kVFirst) {
-    Barrier::wait(&smem.state_full, 0);
+    Barrier::wait(&smem.state_full[threadIdx.x / (Config::kThreads / Config::kCopies)], 0);
     load_state<Config>(state, smem.tile, 0);
   } else {
     load_state<Config>(state, head_state<T const>(p.initial_state, route.source, tile.head), tile.first);
@@ -259,38 +269,47 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   using T = typename Config::StateT;
   __shared__ DecodeStorage<Config> smem;
 
-  ptx::launch_dependents();
+  // The next kernel may start once all before this one have ended: of those that may still run when it reads
+  // early, this is the only one.
+  auto const begin = [] {
+    ptx::wait_for_dependency();
+    ptx::launch_dependents();
+  };
   // Nothing is read before the kernel in front has ended, unless the caller promises that it may be.
-  if (!p.state_is_ready) ptx::wait_for_dependency();
+  if (!p.state_is_ready) begin();
   Tile const tile = tile_of_block<Config>(p);
+  if (tile.n >= p.num_seqs) return;
   // Tokens are asked for first: nothing can be while the index of a slot is awaited.
-  float beta = 0.f;
-  if (!p.state_is_ready) beta = request_tokens(smem, p, tile, Batch<Config>(tile, 0));
+  Requested requested = {};
+  if (!p.state_is_ready) requested = request_tokens(smem, p, tile, Batch<Config>(tile, 0));
   Route const route = route_of(p, tile.n);
   bool const is_running = tile.length > 0 && route.fate == Fate::kRuns;
   bool const is_dense = p.final_place == FinalPlace::kDense;
   bool const has_state = route.source >= 0 && route.fate == Fate::kRuns && (is_running || is_dense);
-  if (Config::kVFirst && has_state && threadIdx.x == 0) {
-    Barrier::init(&smem.state_full, 1);
+  if (Config::kVFirst && has_state && threadIdx.x % 32 == 0 && threadIdx.x / 32 < Config::kCopies) {
+    constexpr int kSize = Config::kValues * kHeadDim / Config::kCopies;
+    int const copy = threadIdx.x / 32, offset = copy * kSize;
+    uint64_t* const full = &smem.state_full[copy];
+    Barrier::init(full, 1);
     cutlass::arch::fence_barrier_init();
-    Barrier::arrive_and_expect_tx(&smem.state_full, sizeof(smem.tile));
-    ptx::bulk_load(ptx::smem_address(smem.tile),
-                   head_state<T const>(p.initial_state, route.source, tile.head) + tile.first * kHeadDim,
-                   sizeof(smem.tile), ptx::smem_address(&smem.state_full));
+    Barrier::arrive_and_expect_tx(full, kSize * sizeof(T));
+    T const* const from = head_state<T const>(p.initial_state, route.source, tile.head);
+    ptx::bulk_load(ptx::smem_address(smem.tile + offset), from + tile.first * kHeadDim + offset,
+                   kSize * sizeof(T), ptx::smem_address(full));
   }
   if (p.state_is_ready) {
-    ptx::wait_for_dependency();
-    beta = request_tokens(smem, p, tile, Batch<Config>(tile, 0));
+    begin();
+    requested = request_tokens(smem, p, tile, Batch<Config>(tile, 0));
   }
 
   int const column = tile.head * kHeadDim + tile.first;
+  if (is_running) stage_tokens(smem, p, Batch<Config>(tile, 0), requested);
   State<Config> state;
 #pragma unroll 1
   for (int done = 0; is_running && done < tile.length; done += Config::kTokens) {
     Batch<Config> const batch(tile, done);
-    if (done > 0) beta = request_tokens(smem, p, tile, batch);
-    stage_tokens(smem, p, tile, batch, beta);
-    __syncthreads();  // these tokens are there, and the barrier
+    if (done > 0) stage_tokens(smem, p, batch, request_tokens(smem, p, tile, batch));
+    __syncthreads();  // these tokens are there, and the barriers
     if (done > 0) {
       unpark(state, smem);
     } else {
@@ -311,7 +330,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   if (!is_running) {
     fill<Config>(p, tile.start, tile.start + tile.length, 1, column,
                  route.fate == Fate::kBroken ? kNaN : kZero);
-    __syncthreads();  // the barrier is there
+    __syncthreads();  // the barriers are there
     begin_state<Config>(state, smem, p, route, tile, has_state);
     if (route.fate == Fate::kBroken) make_nan(state);
   }

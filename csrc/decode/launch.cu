@@ -1,6 +1,6 @@
 // Launches of the decode kernel of one architecture: FLASHKDA_ARCH names its traits struct (arch.h).
 
-#include <limits>
+#include <algorithm>
 
 #include "../arch.h"
 #include "../launch_common.h"
@@ -11,20 +11,17 @@ namespace {
 
 template <class Config>
 Failure launch(RecurrentParams const& p, cudaStream_t stream) {
-  int64_t const tiles = int64_t{p.num_seqs} * p.value_heads * (kHeadDim / Config::kValues);
-  if (tiles > std::numeric_limits<int32_t>::max()) {
-    return "decode: " + std::to_string(p.num_seqs) + " sequences of " + std::to_string(p.value_heads) +
-           " value heads are more than a CUDA grid holds";
-  }
+  unsigned const sequences = static_cast<unsigned>(p.num_seqs), rows = std::min(sequences, decode::kMaxGridY);
+  unsigned const tiles = static_cast<unsigned>(p.value_heads) * (kHeadDim / Config::kValues);
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(tiles));
+  config.gridDim = dim3(tiles, rows, (sequences + rows - 1) / rows);
   config.blockDim = dim3(Config::kThreads);
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = p.state_is_ready ? 1 : 0;
+  config.numAttrs = 1;
   return failure_of("decode", cudaLaunchKernelEx(&config, decode_kernel<Config>, p));
 }
 

@@ -22,7 +22,9 @@ struct DecodeConfig {
   static constexpr int kAccess = kVFirst ? kGroup : kThreadValues;  // elements of one load or store
   static constexpr int kWarpValues = kThreadValues * kValueLanes;
   static constexpr int kValues = kWarps * kWarpValues;  // of a tile
-  static constexpr int kTokens = 8;                     // staged at a time
+  // A [V, K] tile arrives in copies with a barrier each: by warps, or as one. Measured: 1 % for either state.
+  static constexpr int kCopies = sizeof(StateT) == 4 ? kWarps : 1;
+  static constexpr int kTokens = 8;  // staged at a time
   // By registers: the state takes 32 or 64 of them, [K, V] loads as many again.
   static constexpr int kCtasPerSm = !kVFirst ? 3 : sizeof(StateT) == 4 ? 7 : 4;
 };

@@ -20,7 +20,9 @@ __device__ __forceinline__ void request_token(DecodeToken& to,
                                               RecurrentParams const& p,
                                               int64_t token,
                                               int head) {
-  int const lane = ptx::thread_anew() & 31, qk_head = head / (p.value_heads / p.num_heads);
+  int const lane = ptx::thread_anew() & 31;
+  // Usually there is nothing to divide, which would be most of this function.
+  int const qk_head = p.value_heads == p.num_heads ? head : head / (p.value_heads / p.num_heads);
   auto const address = [&](TokenTensor const& x, int h, int item_bytes) {
     return static_cast<char const*>(x.data) + (token * x.row_stride + h * kHeadDim + 4 * lane) * item_bytes;
   };
@@ -48,21 +50,30 @@ __device__ __forceinline__ void unpack_channels(float (&x)[4], uint2 raw) {
   x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
 }
 
+// Parameters of the gate of the lane's channels: asked for with the tokens, used with them.
+struct LaneGate {
+  GateParameters of[4];
+};
+__device__ __forceinline__ LaneGate lane_gate(RecurrentParams const& p, int head) {
+  int const channel = 4 * (ptx::thread_anew() & 31);
+  return {{{p, head, channel}, {p, head, channel + 1}, {p, head, channel + 2}, {p, head, channel + 3}}};
+}
+
 // exp(g) of the lane's channels.
 template <GateKind kKind>
-__device__ __forceinline__ float4 decays(RecurrentParams const& p, int head, float const (&raw)[4]) {
+__device__ __forceinline__ float4 decays(RecurrentParams const& p,
+                                         LaneGate const& gate,
+                                         float const (&raw)[4]) {
   float x[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[i] = ptx::ex2(Gate<kKind, true>(p, head, 4 * (threadIdx.x & 31) + i).log2_decay(raw[i]));
-  }
+  for (int i = 0; i < 4; ++i) x[i] = ptx::ex2(Gate<kKind, true>(p, gate.of[i]).log2_decay(raw[i]));
   return {x[0], x[1], x[2], x[3]};
 }
 
 // From what was asked for to what the recurrence needs.
 __device__ __forceinline__ void stage_token(DecodeToken& token,
                                             RecurrentParams const& p,
-                                            int head,
+                                            LaneGate const& gate,
                                             float beta) {
   int const lane = ptx::thread_anew() & 31;
   float4& decay = reinterpret_cast<float4*>(token.decay)[lane];
@@ -80,13 +91,13 @@ __device__ __forceinline__ void stage_token(DecodeToken& token,
   sum_over_warp(sums);
   switch (p.gate) {
     case GateKind::kLogDecay:
-      decay = decays<GateKind::kLogDecay>(p, head, g);
+      decay = decays<GateKind::kLogDecay>(p, gate, g);
       break;
     case GateKind::kSoftplus:
-      decay = decays<GateKind::kSoftplus>(p, head, g);
+      decay = decays<GateKind::kSoftplus>(p, gate, g);
       break;
     case GateKind::kBounded:
-      decay = decays<GateKind::kBounded>(p, head, g);
+      decay = decays<GateKind::kBounded>(p, gate, g);
       break;
   }
   if (lane == 0) {

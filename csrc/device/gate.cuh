@@ -22,16 +22,25 @@ __device__ __forceinline__ float softplus_log2(float z) {
   return kLog2E * fmaxf(z, 0.f) + tail;
 }
 
+// What a call says of the gate of one head and channel.
+struct GateParameters {
+  float A_log = 0.f, bias = 0.f;
+
+  GateParameters() = default;
+  __device__ __forceinline__ GateParameters(Inputs const& p, int head, int channel)
+      : A_log(p.A_log == nullptr ? 0.f : p.A_log[head]),
+        bias(p.dt_bias == nullptr ? 0.f : p.dt_bias[head * kHeadDim + channel]) {}
+};
+
 // Constants of one head and channel; log2_decay(raw) for each token.
 template <GateKind kKind, bool kExact = false>
 struct Gate {
   // bounded: lower_bound / (1 + 2^(slope raw + offset)); softplus: factor log2(1 + e^(raw + offset))
   float slope, offset, factor;
 
-  __device__ __forceinline__ Gate(Inputs const& p, int head, int channel) {
+  __device__ __forceinline__ Gate(Inputs const& p, GateParameters const& given) {
     if constexpr (kKind != GateKind::kLogDecay) {
-      float const amplitude = p.A_log == nullptr ? 1.f : expf(p.A_log[head]);
-      float const bias = p.dt_bias == nullptr ? 0.f : p.dt_bias[head * kHeadDim + channel];
+      float const amplitude = expf(given.A_log), bias = given.bias;
       bool const bounded = kKind == GateKind::kBounded;
       slope = -kLog2E * amplitude;
       offset = bounded ? slope * bias : bias;

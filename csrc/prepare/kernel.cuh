@@ -50,6 +50,8 @@ struct PrepareStorage {
   float beta[C], inverse_q[C], inverse_k[C];
   uint32_t exchange[2][32][4];  // diagonal blocks of the inverse as MMA operands
   alignas(8) uint64_t raw_full;
+  Chunk chunk;            // until the end, for which registers are too few
+  bool keeps_half_chunk;  // there is a checkpoint in its middle
   [[no_unique_address]] BlockEnd<C> block_end;
 };
 
@@ -83,7 +85,7 @@ __device__ __forceinline__ void log2_decays(float2 (&decay)[Config::kBlock],
                                             int head,
                                             int channel,
                                             int first_row) {
-  Gate<kKind> const even(p, head, channel), odd(p, head, channel + 1);
+  Gate<kKind> const even(p, {p, head, channel}), odd(p, {p, head, channel + 1});
 #pragma unroll
   for (int t = 0; t < Config::kBlock; ++t) {
     float2 const raw = raw_gate<Config::C>(smem.g, first_row + t, channel);
@@ -276,7 +278,7 @@ __device__ __forceinline__ void make_operands(PrepareStorage<Config>& smem,
   float2 const other = *reinterpret_cast<float2*>(&smem.block_log2[1 - block][channel]);
   float2 const across = {ptx::ex2(other.x), ptx::ex2(other.y)};  // decay over the other block
   float2 const one = {1.f, 1.f};
-  float2 const before = block == 0 ? one : across, after = block == 0 ? across : one;
+  float2 const before = block == 0 ? one : across;
   if (block == 0) {
     *reinterpret_cast<float2*>(&smem.record.decay[channel]) = {ptx::ex2(sum.x + other.x),
                                                                ptx::ex2(sum.y + other.y)};
@@ -307,6 +309,9 @@ __device__ __forceinline__ void make_operands(PrepareStorage<Config>& smem,
     }
   }
 
+  // Read anew: `across` would not stay in a register.
+  float2 const next = *reinterpret_cast<float2*>(&smem.block_log2[1][channel]);
+  float2 const after = block == 0 ? float2{ptx::ex2(next.x), ptx::ex2(next.y)} : one;
   float2 suffix = one;
   float2 growth = {ptx::rcp(clipped_prefix.x), ptx::rcp(clipped_prefix.y)};  // 1 / (E e^l)
   bf16* const grown = reinterpret_cast<bf16*>(smem.g);
@@ -347,14 +352,12 @@ __device__ __forceinline__ void make_squares(PrepareStorage<Config>& smem) {
     int const row = 16 * warp;
     add_products<2>(x.c, warp == 0 ? k_in : k_block, row, grown, row);
     scale_keys<true>(x, smem.beta, smem.inverse_k, row, row, 1.f);
-    Square16 T = unit_lower_inverse(x);
+    x = unit_lower_inverse(x);
     if (warp == 0) {
-      right_operand(*reinterpret_cast<uint32_t (*)[2][2]>(smem.exchange[0][lane]), T);
+      right_operand(*reinterpret_cast<uint32_t (*)[2][2]>(smem.exchange[0][lane]), x);
     } else {
-      left_operand(smem.exchange[1][lane], T);
+      left_operand(smem.exchange[1][lane], x);
     }
-    subtract_identity(T);
-    store_square<32, Rounding::kDithered>(smem.record.inverse, T, row, row);
   } else if (warp == 2) {
     Square16 scores = {};
     add_products<2>(scores.c, q_block, 16, k_block, 0);
@@ -371,7 +374,10 @@ __device__ __forceinline__ void make_squares(PrepareStorage<Config>& smem) {
     store_square<32>(smem.record.scores, x, 16, 16);
   }
   __syncthreads();  // the inverses of both diagonal blocks are there
-  if (warp == 2) {
+  if (warp <= 1) {
+    subtract_identity(x);
+    store_square<32, Rounding::kDithered>(smem.record.inverse, x, 16 * warp, 16 * warp);
+  } else if (warp == 2) {
     // The block below the diagonal: -T11 A10 T00.
     uint32_t a[4], b[2][2];
     right_operand(b, x);
@@ -419,7 +425,6 @@ __device__ __forceinline__ void keep_half_chunk(PrepareStorage<Config>& smem,
                                                 Chunk const& chunk,
                                                 int head) {
   int const middle = chunk.offset + 16, channel = threadIdx.x;
-  if (chunk.size <= 16 || next_checkpoint(p.checkpoints, chunk.seq, middle - 1) != middle) return;
   auto const* keys = reinterpret_cast<char const*>(smem.k);
   auto const key = [&](int row) -> uint32_t {
     return *reinterpret_cast<uint16_t const*>(keys + tile_offset<32>(row, channel >> 3) + (channel & 7) * 2);
@@ -451,6 +456,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
   int const warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
+    smem.chunk = chunk;
     Barrier::init(&smem.raw_full, 1);
     cutlass::arch::fence_barrier_init();
     Barrier::arrive_and_expect_tx(&smem.raw_full, sizeof(smem.q) + sizeof(smem.k) + sizeof(smem.g));
@@ -467,6 +473,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   if (threadIdx.x < C) {
     int const i = threadIdx.x;
     smem.beta[i] = i < chunk.size ? step_size(p, chunk.token + i, head) : 0.f;
+  }
+  // Asked while the copies are on their way.
+  if (C == 32 && p.half_chunks != nullptr && warp == 1) {
+    int const middle = chunk.offset + 16;
+    bool const keeps = chunk.size > 16 && next_checkpoint(p.checkpoints, chunk.seq, middle - 1) == middle;
+    if (threadIdx.x % 32 == 0) smem.keeps_half_chunk = keeps;
   }
   __syncthreads();  // the barrier is initialised
   Barrier::wait(&smem.raw_full, 0);
@@ -486,20 +498,28 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     smem.record.inverse_key[i] = smem.inverse_k[i];
     smem.record.output[i] = p.scale * smem.inverse_q[i] * kInverseBalance;
   }
+  ptx::fence_proxy_async();
   __syncthreads();  // operands are there
+  // The tiles are on their way while the squares are made. The last warp has the least to do.
+  bool const stores = threadIdx.x == Config::kThreads - 32;
+  int64_t const index = head * num_slots<C>(p.num_tokens, p.num_seqs) + slot;
+  auto* const to = reinterpret_cast<char*>(static_cast<Record<C>*>(p.workspace) + index);
+  constexpr uint32_t kTiles = offsetof(Record<C>, inverse);
+  if (stores) {
+    ptx::bulk_store(to, ptx::smem_address(&smem.record), kTiles);
+    ptx::bulk_store_commit();
+  }
   if constexpr (C == 32) {
-    if (p.half_chunks != nullptr) keep_half_chunk<Config>(smem, p, chunk, head);
+    if (p.half_chunks != nullptr && smem.keeps_half_chunk) keep_half_chunk<Config>(smem, p, smem.chunk, head);
   }
   make_squares<Config>(smem);
   ptx::fence_proxy_async();
   __syncthreads();  // the record is complete
 
-  if (threadIdx.x == 0) {
-    int64_t const index = head * num_slots<C>(p.num_tokens, p.num_seqs) + slot;
-    ptx::bulk_store(static_cast<Record<C>*>(p.workspace) + index, ptx::smem_address(&smem.record),
-                    sizeof(Record<C>));
-    cute::tma_store_arrive();
-    cute::tma_store_wait<0>();  // shared memory must outlive the copy
+  if (stores) {
+    ptx::bulk_store(to + kTiles, ptx::smem_address(&smem.record.inverse), sizeof(Record<C>) - kTiles);
+    ptx::bulk_store_commit();
+    ptx::bulk_store_wait_read();  // shared memory must outlive the copies
   }
 }
 

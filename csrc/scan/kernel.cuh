@@ -94,6 +94,12 @@ __device__ __forceinline__ void step(StateRows (&state)[Config::kRowTiles],
   if constexpr (Config::kRowTiles == 1) finish_outputs();
 }
 
+// Whether there is a checkpoint at this offset; others than multiples of 16 are ignored.
+template <class Config>
+__device__ __forceinline__ bool is_kept(ChunkFwdParams const& p, ScanItem const& item, int offset) {
+  return Config::kKeeps && offset % 16 == 0 && next_checkpoint(p.checkpoints, item.seq, offset - 1) == offset;
+}
+
 // Checkpoints after the chunk that ends at token `done` of its sequence.
 template <class Config>
 __device__ __forceinline__ void keep_states(StateRows const (&state)[Config::kRowTiles],
@@ -203,6 +209,7 @@ __device__ __forceinline__ void clear_padding(ChunkFwdParams const& p, ScanItem 
 // A sequence that is padding, or whose slots are outside their pool.
 template <class Config>
 __device__ __forceinline__ void skip_sequence(ChunkFwdParams const& p, ScanItem const& item, Fate fate) {
+  if (threadIdx.x == 0) ptx::wait_for_dependency();  // whoever waits for this kernel waits for prepare too
   int const value = fate == Fate::kBroken ? 0x7fff7fff : 0;  // NaN
   fill_outputs<Config>(p, item, item.start, item.start + item.tokens, value);
   if (p.final_place != FinalPlace::kDense) return;
@@ -242,24 +249,11 @@ __device__ __forceinline__ void scan_sequence(ScanStorage<Config>& smem,
           .load(state[m], item.values + 16 * row_tile<Config>(m));
     }
   }
-  int checkpoint = Config::kKeeps ? next_checkpoint(p.checkpoints, item.seq, 0) : kNoCheckpoint;
-  for (int chunk = 0; chunk * C < item.tokens; ++chunk) {
+  auto const one_chunk = [&](int chunk, auto const& before_advance) {
     int const size = min(item.tokens - chunk * C, C), index = chunk % Config::kStages;
     bf16* const out = smem.out[chunk % 2];
     Barrier::wait(&smem.stage_full[index], chunk / Config::kStages % 2);
-    step<Config>(state, smem.stage[index], out, size, [&](TokenOperand<Config> const& update) {
-      if constexpr (Config::kKeeps && C == 32) {
-        int const middle = chunk * C + 16;
-        if (checkpoint != middle || size <= 16) return;
-        keep_half_states<Config>(state, update, p, item, middle);
-        checkpoint = next_checkpoint(p.checkpoints, item.seq, middle);
-      }
-    });
-    if constexpr (Config::kKeeps) {
-      int const done = chunk * C + size;
-      if (checkpoint == done) keep_states<Config>(state, p, item, done);
-      if (checkpoint <= done) checkpoint = next_checkpoint(p.checkpoints, item.seq, done);
-    }
+    step<Config>(state, smem.stage[index], out, size, before_advance);
     ptx::fence_proxy_async();
     // The store before this one has been read: its buffer is free for the next chunk.
     if (elected && warp == kStoresOut) cute::tma_store_wait<0>();
@@ -276,6 +270,24 @@ __device__ __forceinline__ void scan_sequence(ScanStorage<Config>& smem,
         cute::tma_store_arrive();
       }
     }
+  };
+  int const chunks = (item.tokens + C - 1) / C;
+  for (int chunk = 0; chunk < chunks;) {
+    // Up to the chunk that a checkpoint lies in; that one is a second instance of the code, since a branch
+    // inside of the step would keep its products apart.
+    int const plain =
+        Config::kKeeps ? min(chunks, (next_checkpoint(p.checkpoints, item.seq, chunk * C) - 1) / C) : chunks;
+    for (; chunk < plain; ++chunk) one_chunk(chunk, [](TokenOperand<Config> const&) {});
+    if (!Config::kKeeps || chunk == chunks) break;
+    int const middle = chunk * C + 16, end = min(chunk * C + C, item.tokens);
+    bool const keeps_half = C == 32 && middle < end && is_kept<Config>(p, item, middle);
+    one_chunk(chunk, [&](TokenOperand<Config> const& update) {
+      if constexpr (C == 32) {
+        if (keeps_half) keep_half_states<Config>(state, update, p, item, middle);
+      }
+    });
+    if (is_kept<Config>(p, item, end)) keep_states<Config>(state, p, item, end);
+    ++chunk;
   }
   ScanItem const same = item_of_block<Config>(p, ptx::block_anew());
   Route const to = route_of(p, same.seq);

@@ -125,7 +125,8 @@ class Step:
 def _steps(shape: Shape) -> list[Step]:
     """Steps on different slots of one pool, together larger than the L2 cache."""
     cache = 2 * torch.cuda.get_device_properties(0).L2_cache_size
-    count = min(CALLS, 1 + cache // (shape.state_bytes() // 2))
+    # Two at least: the promise of early reads forbids the same slots twice in a row.
+    count = min(CALLS, max(2, 1 + cache // (shape.state_bytes() // 2)))
     slots = torch.randperm(count * shape.rows, device="cuda", dtype=torch.int32)
     pool_shape = (count * shape.rows, shape.heads, DIM, DIM)
     pool = torch.zeros(pool_shape, dtype=shape.state_dtype, device="cuda")
