@@ -8,7 +8,6 @@
 
 namespace flashkda {
 
-// Arch only tells the kernels of different architectures apart: one source serves all.
 template <class Arch, class StateT_, bool kVFirst_>
 struct DecodeConfig {
   using StateT = StateT_;
@@ -25,8 +24,9 @@ struct DecodeConfig {
   // A [V, K] tile arrives in copies with a barrier each: by warps, or as one. Measured: 1 % for either state.
   static constexpr int kCopies = sizeof(StateT) == 4 ? kWarps : 1;
   static constexpr int kTokens = 8;  // staged at a time
-  // By registers: the state takes 32 or 64 of them, [K, V] loads as many again.
-  static constexpr int kCtasPerSm = !kVFirst ? 3 : sizeof(StateT) == 4 ? 7 : 4;
+  // By registers: the state takes 32 or 64 of them, [K, V] loads as many again; code for Blackwell needs twenty
+  // more than Hopper's.
+  static constexpr int kCtasPerSm = !kVFirst ? 3 : sizeof(StateT) != 4 ? 4 : Arch::kMajor == 9 ? 7 : 5;
 };
 
 namespace decode {
