@@ -24,8 +24,8 @@ struct DecodeConfig {
   // A [V, K] tile arrives in copies with a barrier each: by warps, or as one. Measured: 1 % for either state.
   static constexpr int kCopies = sizeof(StateT) == 4 ? kWarps : 1;
   static constexpr int kTokens = 8;  // staged at a time
-  // By registers: the state takes 32 or 64 of them, [K, V] loads as many again; code for Blackwell needs twenty
-  // more than Hopper's.
+  // By registers: the state takes 32 or 64 of them, [K, V] loads as many again; code for Blackwell needs
+  // twenty more than Hopper's.
   static constexpr int kCtasPerSm = !kVFirst ? 3 : sizeof(StateT) != 4 ? 4 : Arch::kMajor == 9 ? 7 : 5;
 };
 

@@ -439,7 +439,8 @@ __device__ __forceinline__ void keep_half_chunk(PrepareStorage<Config>& smem,
 
 }  // namespace prepare
 
-template <class Config>
+// Its name tells how much dynamic shared memory it takes: ci/check_wheel.py reads it there.
+template <class Config, size_t kSharedBytes = sizeof(PrepareStorage<Config>)>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     prepare_kernel(__grid_constant__ ChunkFwdParams const p,
                    __grid_constant__ PrepareMaps<Config> const maps) {

@@ -305,7 +305,8 @@ __device__ __forceinline__ void scan_sequence(ScanStorage<Config>& smem,
 
 }  // namespace scan
 
-template <class Config>
+// Its name tells how much dynamic shared memory it takes: ci/check_wheel.py reads it there.
+template <class Config, size_t kSharedBytes = sizeof(ScanStorage<Config>)>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     scan_kernel(__grid_constant__ ChunkFwdParams const p, __grid_constant__ ScanMaps<Config> const maps) {
   extern __shared__ __align__(1024) char raw_storage[];
