@@ -143,8 +143,7 @@ def chunk_kda(
             from the start of a sequence in this call, multiples of 16. 0 is no checkpoint, and an
             offset past the end is ignored. An int instead stands for a checkpoint after every so
             many tokens: column p of ``checkpoint_indices`` then is for offset ``(p + 1)`` times it.
-            On the kernels an offset that is no multiple of 16 is undefined: it may be taken, be
-            ignored, or cost the next checkpoint.
+            The kernels ignore an offset that is no multiple of 16; the PyTorch path refuses it.
         checkpoint_indices: int32 or int64 slots of ``checkpoint_states``, in the shape of
             ``checkpoint_offsets``; negative ones are skipped. No two checkpoints may share a slot.
             Default, with offsets ``[N]``: sequence n has slot n.
