@@ -166,9 +166,9 @@ def resources(library: Path) -> list[str]:
         elif "REG:" in line:
             found.append((arch, name, {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)}))
     short = demangled([name for _, name, _ in found])
-    lines = [f"{'arch':8} {'kernel':32} registers stack local shared"]
+    lines = [f"{'arch':8} {'kernel':34} registers stack local shared"]
     for arch, name, use in sorted(found, key=lambda x: (x[0].zfill(8), short[x[1]])):
-        kernel = f"{arch:8} {short[name]:32}"
+        kernel = f"{arch:8} {short[name]:34}"
         expect(use["STACK"] == use["LOCAL"] == 0, f"{kernel.strip()} spills or uses local memory")
         # Of what each block has, 1 KB is the system's.
         shared = use["SHARED"] + dynamic_shared_bytes(name)
