@@ -87,9 +87,9 @@ inline bool serves_states(Call const& c, Slots const& slots, View const& final_s
                               : are_states(c.initial_state, c, types);
   bool const final = slots.in_place ? final_state.given : are_states(final_state, c, types);
   bool const target = !slots.final.given || (pooled && slots.in_place && slots.initial.dim == 1);
-  // States written in place must not overlap, counts choose a column: the checks have the words for both.
-  bool const apart = !pooled || !slots.in_place || c.initial_state.sizes[0] < 2 ||
-                     c.initial_state.slot_stride() >= c.v.sizes[2] * kHeadDim * kHeadDim;
+  // States written in place must not be one state, counts choose a column: the checks have the words for
+  // both.
+  bool const apart = !pooled || !initial || !slots.in_place || c.initial_state.slot_stride() != 0;
   bool const counted = !slots.num_accepted.given || slots.initial.dim == 2;
   return initial && final && target && apart && counted && are_indices(slots.initial, c, types, true) &&
          are_indices(slots.final, c, types, false) && are_indices(slots.num_accepted, c, types, false);
