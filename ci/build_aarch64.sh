@@ -5,14 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/env.sh
 
-python=${1:-}
+build_python "${1:-}"
 shift $(($# > 0))
-if [ -z "$python" ]; then
-  make_venv .venv-build
-  python=.venv-build/bin/python
-  ensure_torch "$python"
-  ensure_build_tools "$python"
-fi
 ensure_command aarch64-linux-gnu-g++ g++-aarch64-linux-gnu
 ensure_command qemu-aarch64-static qemu-user-static
 

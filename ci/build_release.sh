@@ -5,10 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/env.sh
 
-make_venv .venv-build
-python=.venv-build/bin/python
-ensure_torch "$python"
-ensure_build_tools "$python"
+build_python
 bash ci/build_wheel.sh "$python"  # first, since it empties dist
 bash ci/build_aarch64.sh "$python"
 DIST=dist/pure bash ci/build_wheel.sh "$python" -C wheel.cmake=false

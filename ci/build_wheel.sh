@@ -10,14 +10,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/env.sh
 
-python=${1:-}
+build_python "${1:-}"
 shift $(($# > 0))
-if [ -z "$python" ]; then
-  make_venv .venv-build
-  python=.venv-build/bin/python
-  ensure_torch "$python"
-  ensure_build_tools "$python"
-fi
 python=$(realpath -s "$(command -v "$python")")
 dist=${DIST:-dist}
 arch=${ARCH:-$(uname -m)}

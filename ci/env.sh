@@ -47,6 +47,17 @@ built_wheel() {
   echo "${wheels[0]}"
 }
 
+# build_python [PYTHON]: sets python to it, or to a venv with torch and the build tools.
+build_python() {
+  python=${1:-}
+  if [ -z "$python" ]; then
+    make_venv .venv-build
+    python=.venv-build/bin/python
+    ensure_torch "$python"
+    ensure_build_tools "$python"
+  fi
+}
+
 # as_root COMMAND...
 as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi

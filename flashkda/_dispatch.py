@@ -1,4 +1,4 @@
-"""From a validated call of the chunked form to the implementation that runs it."""
+"""From a validated call to the implementation that runs it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ One operator is opaque to ``torch.compile`` and ``torch.export``. ``chunk`` is f
 differentiable; ``chunk_out``, ``chunk_pool_out`` (states in a pool, checkpoints) and
 ``recurrent_out`` write into tensors of the caller and are not.
 Schemas are defined here, so that they exist whatever the build holds; the PyTorch path is their
-implementation for every device. ``chunk_out`` takes the CUDA kernels where they serve the call.
+implementation for every device. The ``*_out`` take the CUDA kernels where they serve the call.
 The operators ``*_native`` and ``*_native_out`` are the kernels alone: the native library attaches
 their implementation, for CUDA, and it wants the layouts that ``_native`` makes.
 """

@@ -194,6 +194,13 @@ class _Target(NamedTuple):
             self.wanted.copy_(self.fitted)
 
 
+def _deliver(served: bool, *targets: _Target) -> None:
+    if not served:
+        raise RuntimeError(DECLINED)
+    for target in targets:
+        target.deliver()
+
+
 def _target_out(out: Tensor, cu_seqlens: Tensor | None) -> _Target:
     if fits(out):
         return _Target(out, out)
@@ -236,10 +243,7 @@ def chunk_out(
         states.fitted,
         *options,
     )
-    if not served:
-        raise RuntimeError(DECLINED)
-    outputs.deliver()
-    states.deliver()
+    _deliver(served, outputs, states)
 
 
 def refuses_checkpoints(states: Tensor) -> str | None:
@@ -291,10 +295,7 @@ def chunk_pool_out(
         workspace,
         *options,
     )
-    if not served:
-        raise RuntimeError(DECLINED)
-    outputs.deliver()
-    states.deliver()
+    _deliver(served, outputs, states)
 
 
 def recurrent_operator(*args: Any) -> bool:
@@ -306,7 +307,8 @@ def recurrent_operator(*args: Any) -> bool:
 def refuses_pool(pool: Tensor) -> str | None:
     """Why the kernels can't work in a state pool where it lies; pools are not copied."""
     inner = pool[0].is_contiguous() if pool.shape[0] else True
-    if inner and pool.data_ptr() % ALIGNMENT == pool.stride(0) * pool.itemsize % ALIGNMENT == 0:
+    step = pool.stride(0) if pool.shape[0] > 1 else 0  # one slot has no next
+    if inner and pool.data_ptr() % ALIGNMENT == step * pool.itemsize % ALIGNMENT == 0:
         return None
     return (
         f"the CUDA kernels take a pool of dense slots that start at multiples of {ALIGNMENT} "
@@ -344,7 +346,4 @@ def recurrent_out(
         states.fitted,
         *options,
     )
-    if not served:
-        raise RuntimeError(DECLINED)
-    outputs.deliver()
-    states.deliver()
+    _deliver(served, outputs, states)

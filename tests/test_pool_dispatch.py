@@ -74,6 +74,8 @@ def test_pools_and_checkpoints_that_kernels_refuse(kernel_calls: list[tuple[Any,
     )
     pool = {"initial_state": odd, "ssm_state_indices": torch.tensor([1])}
     assert "dense slots that start at multiples" in flashkda.explain(**call | pool).reason
+    pool["initial_state"] = odd[:1]  # what would be between slots means nothing
+    assert flashkda.explain(**call | pool).name == "cuda"
     kept = {"checkpoint_states": odd, "checkpoint_offsets": torch.tensor([16])}
     assert "dense slots that start at multiples" in flashkda.explain(**call | kept).reason
     kept["checkpoint_states"] = ROOM.double()

@@ -136,8 +136,6 @@ __device__ __forceinline__ void fill(
 
 constexpr uint16_t kZero = 0, kNaN = 0x7fff;
 
-constexpr unsigned kMaxGridY = 65535;
-
 // What a CTA works on.
 struct Tile {
   int n, head, first;  // first: value

@@ -10,13 +10,15 @@
 namespace flashkda {
 namespace {
 
+constexpr unsigned kMaxGridY = 65535;
+
 template <class Config>
 Failure launch(RecurrentParams const& p, cudaStream_t stream) {
   // The last row of the grid may pass the end, but not what an int holds.
-  if (p.num_seqs < 1 || p.num_seqs > std::numeric_limits<int32_t>::max() - int32_t{decode::kMaxGridY}) {
+  if (p.num_seqs < 1 || p.num_seqs > std::numeric_limits<int32_t>::max() - int32_t{kMaxGridY}) {
     return "decode: " + std::to_string(p.num_seqs) + " sequences are none, or more than a CUDA grid holds";
   }
-  unsigned const sequences = static_cast<unsigned>(p.num_seqs), rows = std::min(sequences, decode::kMaxGridY);
+  unsigned const sequences = static_cast<unsigned>(p.num_seqs), rows = std::min(sequences, kMaxGridY);
   unsigned const tiles = static_cast<unsigned>(p.value_heads) * (kHeadDim / Config::kValues);
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

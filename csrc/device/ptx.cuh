@@ -132,15 +132,6 @@ __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32
                : "memory");
 }
 
-__device__ __forceinline__ void bulk_store_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// The thread's bulk stores have read all of their shared memory.
-__device__ __forceinline__ void bulk_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 // Global memory to shared memory; completes `bytes` on the transaction barrier.
 __device__ __forceinline__ void bulk_load(uint32_t shared,
                                           void const* global,

@@ -508,7 +508,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   constexpr uint32_t kTiles = offsetof(Record<C>, inverse);
   if (stores) {
     ptx::bulk_store(to, ptx::smem_address(&smem.record), kTiles);
-    ptx::bulk_store_commit();
+    cute::tma_store_arrive();
   }
   if constexpr (C == 32) {
     if (p.half_chunks != nullptr && smem.keeps_half_chunk) keep_half_chunk<Config>(smem, p, smem.chunk, head);
@@ -519,8 +519,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
   if (stores) {
     ptx::bulk_store(to + kTiles, ptx::smem_address(&smem.record.inverse), sizeof(Record<C>) - kTiles);
-    ptx::bulk_store_commit();
-    ptx::bulk_store_wait_read();  // shared memory must outlive the copies
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();  // shared memory must outlive the copies
   }
 }
 

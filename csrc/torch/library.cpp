@@ -85,16 +85,9 @@ bool chunk_native_out(Tensor const& q,
                       bool gate_is_bounded,
                       std::optional<int64_t> max_seqlen) {
   Types const types;
-  Call const call = {View(q),
-                     View(k),
-                     View(v),
-                     View(g),
-                     View(beta),
-                     View(A_log),
-                     View(dt_bias),
-                     View(initial_state),
-                     View(cu_seqlens),
-                     {scale, lower_bound, gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first}};
+  Options const options = {scale,        lower_bound, gate_in_kernel, l2norm,
+                           beta_sigmoid, neg_eigval,  state_v_first};
+  Call const call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
   View const o(out), state(final_state);
   if (!serves(call, types) || !are_states(call.initial_state, call, types) || !is_out(o, call, types) ||
       !are_states(state, call, types)) {
@@ -125,16 +118,9 @@ std::tuple<Tensor, Tensor> chunk_native(Tensor const& q,
                                         bool gate_is_bounded,
                                         std::optional<int64_t> max_seqlen) {
   Types const types;
-  Call const call = {View(q),
-                     View(k),
-                     View(v),
-                     View(g),
-                     View(beta),
-                     View(A_log),
-                     View(dt_bias),
-                     View(initial_state),
-                     View(cu_seqlens),
-                     {scale, lower_bound, gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first}};
+  Options const options = {scale,        lower_bound, gate_in_kernel, l2norm,
+                           beta_sigmoid, neg_eigval,  state_v_first};
+  Call const call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
   if (!serves(call, types) || !are_states(call.initial_state, call, types)) {
     throw std::runtime_error("flashkda: the kernels can't take these tensors as they are");
   }
@@ -175,18 +161,11 @@ bool recurrent_native_out(Tensor const& q,
                           bool state_v_first,
                           bool state_is_ready) {
   Types const types;
-  Call call = {View(q),
-               View(k),
-               View(v),
-               View(g),
-               View(beta),
-               View(A_log),
-               View(dt_bias),
-               View(initial_state),
-               View(cu_seqlens),
-               {scale, lower_bound, gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first}};
+  Options const options = {scale,        lower_bound, gate_in_kernel, l2norm,
+                           beta_sigmoid, neg_eigval,  state_v_first};
+  Call call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
   View const o(out), state(final_state);
-  Slots const table = {View(slots), View(final_slots), View(num_accepted), pad_slot_id, in_place};
+  Slots const table = {slots, final_slots, num_accepted, pad_slot_id, in_place};
   if (in_place) call.initial_state = state;
   if (!serves(call, types) || !serves_states(call, table, state, types) || !is_out(o, call, types) ||
       !is_one_dtype(call, state)) {
@@ -232,18 +211,11 @@ bool chunk_pool_native_out(Tensor const& q,
                            bool gate_is_bounded,
                            std::optional<int64_t> max_seqlen) {
   Types const types;
-  Call call = {View(q),
-               View(k),
-               View(v),
-               View(g),
-               View(beta),
-               View(A_log),
-               View(dt_bias),
-               View(initial_state),
-               View(cu_seqlens),
-               {scale, lower_bound, gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first}};
+  Options const options = {scale,        lower_bound, gate_in_kernel, l2norm,
+                           beta_sigmoid, neg_eigval,  state_v_first};
+  Call call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
   View const o(out), state(final_state);
-  Slots const table = {View(slots), View(final_slots), View(), pad_slot_id, in_place};
+  Slots const table = {slots, final_slots, View(), pad_slot_id, in_place};
   if (in_place) call.initial_state = state;
   View const kept(checkpoint_states), offsets(checkpoint_offsets), kept_slots(checkpoint_slots),
       memory(workspace);
@@ -254,13 +226,13 @@ bool chunk_pool_native_out(Tensor const& q,
       table.initial.dim == 2 || !kept_fits || (memory.given && memory.device != call.q.device)) {
     return false;
   }
-  ChunkOptions options = {gate_is_bounded, max_seqlen, clear_padding};
-  options.workspace = memory.data;
+  ChunkOptions chunk_options = {gate_is_bounded, max_seqlen, clear_padding};
+  chunk_options.workspace = memory.data;
   if (kept.given) {
-    options.checkpoints = {types.states(kept), types.indices(offsets), static_cast<int32_t>(checkpoint_every),
-                           types.indices(kept_slots)};
+    chunk_options.checkpoints = {types.states(kept), types.indices(offsets),
+                                 static_cast<int32_t>(checkpoint_every), types.indices(kept_slots)};
   }
-  run_chunk(call, types, o, state, table, options);
+  run_chunk(call, types, o, state, table, chunk_options);
   return true;
 }
 

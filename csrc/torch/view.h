@@ -40,7 +40,7 @@ struct View {
   int32_t dtype = 0, device = 0;
 
   View() = default;
-  explicit View(Tensor const& x) : given(true) {
+  View(Tensor const& x) : given(true) {
     AtenTensorHandle const handle = x.get();
     int64_t *my_sizes = nullptr, *my_strides = nullptr;
     bool const failed = aoti_torch_get_dim(handle, &dim) != AOTI_TORCH_SUCCESS ||
@@ -53,7 +53,7 @@ struct View {
     sizes = my_sizes;
     strides = my_strides;
   }
-  explicit View(MaybeTensor const& x) : View(x.has_value() ? View(*x) : View()) {}
+  View(MaybeTensor const& x) : View(x.has_value() ? View(*x) : View()) {}
 
   bool is(int32_t type) const { return dtype == type; }
   bool aligned() const { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }

@@ -324,6 +324,15 @@ def test_graph_with_changing_contents() -> None:
         assert same(replayed, (expected[0], pool))
 
 
+def test_more_sequences_than_one_row_of_a_grid() -> None:
+    """The sequences of a launch take two dimensions of its grid, the first of up to 65535."""
+    call = CASE.but(T=1, B=66_000, H=1, state=False).make(DEVICE) | {"output_final_state": False}
+    o, _ = decode(call)
+    for part in (slice(0, 40_000), slice(40_000, None)):
+        rows = {name: call[name][part] for name in ("q", "k", "v", "g", "beta")}
+        assert same(decode(call | rows)[0], o[part])
+
+
 def test_repeats_are_equal_to_the_bit() -> None:
     call = CASE.but(T=4, B=8, H=8).make(DEVICE)
     first = decode(call)
