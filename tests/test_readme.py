@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from troubleshooting import README, rows
+
 from flashkda import _backend, _diagnosis, _native
 
 TREE = Path(__file__).resolve().parents[1]
-README = (TREE / "README.md").read_text(encoding="utf-8")
 EXAMPLE = Path(__file__).parent / "examples" / "continuous_batching.py"
 
 
@@ -35,7 +36,7 @@ def test_the_server_is_that_of_the_examples() -> None:
 # --- reasons -------------------------------------------------------------------------------------
 
 # Each is followed by another, which has a row.
-INTRODUCTIONS = {_diagnosis.NO_LIBRARY}
+INTRODUCTIONS = {_diagnosis.NO_LIBRARY, _diagnosis.FAILED}
 
 
 def sentence(node: ast.expr) -> str:
@@ -65,32 +66,25 @@ def reasons() -> set[str]:
         found |= sentences(code)
     entry = (TREE / "csrc/entry.cpp").read_text(encoding="utf-8")
     probe = entry[entry.index("Probe probe_now") : entry.index("Probe probe(")]
-    return found | set(re.findall(r'"( ?\w.*?)"', probe))
+    probe = re.sub(r'" \+.*?\+\s+"', "…", probe, flags=re.DOTALL)
+    return found | set(re.findall(r'"(\w.*?)"', probe))
 
 
-def table() -> dict[str, list[str]]:
-    """The messages of the README's table, with their parts that are always the same."""
-    start = README.index("| message | cause | cure |")
-    rows = README[start : README.index("\n\n", start)].splitlines()[2:]
-    messages = [x for row in rows for x in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
-    return {
-        x: [part.strip(" ,:;") for part in x.split("…") if part.strip(" ,:;")] for x in messages
-    }
+def endings() -> list[str]:
+    """Each sentence as the end of a reason."""
+    return [f"{_diagnosis.FAILED}: …; {x}" for x in sorted(reasons() - INTRODUCTIONS)]
 
 
 def test_every_reason_has_a_row() -> None:
-    parts = [part for parts in table().values() for part in parts if len(part.split()) >= 2]
-    found = reasons() - INTRODUCTIONS
-    assert len(found) > 20
-    missing = [x for x in found if not any(part in x for part in parts)]
-    assert missing == []
+    assert len(endings()) > 20
+    assert [x for x in endings() if not any(row.covers(x) for row in rows())] == []
 
 
 def test_every_row_is_a_reason() -> None:
-    texts = reasons()
-    stale = [
-        message
-        for message, parts in table().items()
-        if not all(any(part in text for text in texts) for part in parts)
-    ]
-    assert stale == []
+    assert [row.message for row in rows() if not any(row.covers(x) for x in endings())] == []
+
+
+def test_every_row_has_a_cause_and_a_cure() -> None:
+    serving, *table = rows()  # the first row is for when nothing is wrong
+    assert serving.cause.startswith("none")
+    assert [row.message for row in table if not (row.cause and row.cure)] == []

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import KdaCase
+from troubleshooting import row_of
 
 import flashkda
 from flashkda import _diagnosis, _native, cli
@@ -88,6 +89,7 @@ def reason_in(forking: subprocess.Popen[str]) -> Reason:
         torch.manual_seed(0)
         expected, _ = flashkda.chunk_kda(**CASE.make())
         assert total == pytest.approx(expected.double().sum().item(), rel=1e-5)
+        assert row_of(reason).cure
         return str(reason)
 
     return ask
@@ -272,6 +274,7 @@ def test_reasons_of_a_pure_wheel(
     reason = _diagnosis.no_library()
     assert reason.startswith(_diagnosis.NO_LIBRARY)
     assert expected in reason
+    assert row_of(reason).cure
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -299,10 +302,12 @@ def test_what_helps_against_other_failures(cause: str, cure: str) -> None:
     reason = _diagnosis.failure(cause)
     assert cause in reason
     assert cure in reason
+    assert row_of(reason).cure
 
 
 def test_a_torch_without_cuda_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "built without CUDA" in _diagnosis.no_device()
+    assert "built without CUDA" in row_of(_diagnosis.no_device()).message
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "torch's CUDA 12.8" in _diagnosis.no_device()
+    assert "is_available() is False" in row_of(_diagnosis.no_device()).message
