@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Builds the wheel for aarch64 (GH200, GB200) on x86_64, and asks its library under emulation what it is.
-# Usage: bash ci/build_aarch64.sh [PYTHON [OPTION...]]    as ci/build_wheel.sh; into dist/aarch64
+# Usage: bash ci/build_aarch64.sh [PYTHON] [OPTION...]    as ci/build_wheel.sh; into dist/aarch64
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/env.sh
 
-build_python "${1:-}"
-shift $(($# > 0))
+python=
+[[ ${1:--} == -* ]] || { python=$1; shift; }
+build_python "$python"
 ensure_command aarch64-linux-gnu-g++ g++-aarch64-linux-gnu
 ensure_command qemu-aarch64-static qemu-user-static
 

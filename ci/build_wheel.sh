@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds dist/*.tar.gz, and dist/*.whl from it: a file that the sdist lacks can't be in the wheel. The
 # wheel is the one that is released: linked for glibc 2.28, tagged manylinux_2_28, the same at each build.
-# Usage: bash ci/build_wheel.sh [PYTHON [OPTION...]]
+# Usage: bash ci/build_wheel.sh [PYTHON] [OPTION...]
 # PYTHON has torch and the build tools; default: a new venv. Every OPTION goes to `python -m build`:
 #   -C cmake.define.FLASHKDA_ARCHS=90a    for one architecture (a third of the time)
 #   -C wheel.cmake=false                  without kernels: a pure-Python wheel
@@ -10,8 +10,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/env.sh
 
-build_python "${1:-}"
-shift $(($# > 0))
+python=
+[[ ${1:--} == -* ]] || { python=$1; shift; }
+build_python "$python"
 python=$(realpath -s "$(command -v "$python")")
 dist=${DIST:-dist}
 arch=${ARCH:-$(uname -m)}

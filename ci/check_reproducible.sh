@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds twice in this folder, and compares byte for byte. What differs in another folder, and why: the
 # libraries, since nvcc derives names in its objects from the paths that it is given.
-# Usage: bash ci/check_reproducible.sh [PYTHON [OPTION...]]    as ci/build_wheel.sh
+# Usage: bash ci/check_reproducible.sh [PYTHON] [OPTION...]    as ci/build_wheel.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -40,11 +40,14 @@ ensure_build_tools() {
   has_nvcc || ensure_nvcc "$1"
 }
 
-# built_wheel: the one that ci/build_wheel.sh left in dist.
+# built_wheel: the one that ci/build_wheel.sh left in dist, or ci/build_release.sh in dist/release.
 built_wheel() {
-  local wheels=(dist/flashkda-*linux*_x86_64.whl)
-  [ -e "${wheels[0]}" ] || { echo "no wheel in dist: bash ci/build_wheel.sh" >&2; return 1; }
-  echo "${wheels[0]}"
+  local wheel
+  for wheel in dist/flashkda-*linux*_x86_64.whl dist/release/flashkda-*linux*_x86_64.whl; do
+    [ ! -e "$wheel" ] || { echo "$wheel"; return; }
+  done
+  echo "no wheel in dist: bash ci/build_wheel.sh" >&2
+  return 1
 }
 
 # build_python [PYTHON]: sets python to it, or to a venv with torch and the build tools.

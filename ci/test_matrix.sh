@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The one wheel in clean environments: several Pythons and PyTorches, each as a user without rights, with
 # nothing but the environment on PATH (no compiler, no nvcc), without HOME and with one that is read-only.
-# Usage: bash ci/test_matrix.sh WHEEL [--quick | ROW...]
+# Usage: bash ci/test_matrix.sh [WHEEL] [--quick | ROW...]    default: the wheel in dist, every row
 #   a ROW is PYTHON:TORCH, two versions, as 3.12:2.9.1; TORCH may be newest. --quick: a part of the tests
 #   in one row. A row with a CUDA build of PyTorch downloads and deletes gigabytes.
 # Needs root or sudo, to become another user.
@@ -9,8 +9,9 @@ set -euo pipefail
 root=$(realpath "$(dirname "$0")/..")
 source "$root/ci/env.sh"
 
-wheel=$(realpath "${1:?usage: bash ci/test_matrix.sh WHEEL [ROW...]}")
-shift
+wheel=
+[[ ${1:-} != *.whl ]] || { wheel=$(realpath "$1"); shift; }
+[ -n "$wheel" ] || wheel=$root/$(cd "$root" && built_wheel)
 options=()
 case ${1:-} in
   --quick)

@@ -18,6 +18,7 @@ for tool in sh uname c++ g++ gcc cc as ld collect2 ar ranlib strip; do
   ln -s "$(command -v "$tool")" path/ 2>/dev/null || true
 done
 pip_install() { env -u CUDACXX -u CUDA_HOME PATH="$scratch/venv/bin:$scratch/path" "$@"; }
+# kernels: how those of the installed package were built, or why there are none.
 kernels() { "$scratch/venv/bin/python" -c 'from flashkda import _native as n; print(n.build_info() or n._reason)'; }
 
 echo "== without an nvcc"
@@ -38,10 +39,12 @@ pip_install pip install --quiet --no-deps --config-settings=wheel.cmake=false "$
 if "$scratch/venv/bin/python" -m pip show --files flashkda | grep '\.so$'; then exit 1; fi
 [ "${2:-}" = --full ] || exit 0
 
-echo "== with CUDA_HOME"
 ensure_torch "$scratch/venv/bin/python"
-kernels | tee log
-grep -q 'holds no CUDA kernels' log
+"$scratch/venv/bin/flashkda" doctor | tee log
+grep -q '^libraries none (pure Python)$' log
+grep -q 'this build of flashkda holds no CUDA kernels' log
+
+echo "== with CUDA_HOME"
 home=$(dirname "$(dirname "$(nvcc -v --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#$ _HERE_=//p')/x")")
 pip_install CUDA_HOME="$home" pip install --quiet --no-deps --force-reinstall \
   --config-settings=cmake.define.FLASHKDA_ARCHS=90a "$sdist"

@@ -92,6 +92,41 @@ def test_every_step_of_the_workflows_calls_a_script() -> None:
         assert (TREE / script[1]).is_file()
 
 
+def test_publishing_needs_no_token() -> None:
+    """Who may publish is the workflow's affair (OpenID Connect); what it made is attested."""
+    workflow = (TREE / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    publish = workflow[workflow.index("  publish:") :]
+    assert "id-token: write" in publish
+    assert "uses: pypa/gh-action-pypi-publish@" in publish
+    assert "attestations: true" in publish
+    assert "secrets." not in workflow
+
+
+def reached(path: str) -> set[str]:
+    """The scripts in ci/ that a file runs, directly or through others."""
+    found: set[str] = set()
+    new = {path}
+    while new:
+        text = (TREE / new.pop()).read_text(encoding="utf-8")
+        new |= set(re.findall(r"bash (ci/\w+\.sh)", re.sub(r"#.*", "", text))) - found
+        found |= new
+    return found
+
+
+def test_readme_says_what_ci_runs() -> None:
+    """Of each script that builds or checks something."""
+    readme = (TREE / "README.md").read_text(encoding="utf-8")
+    here, github = reached("ci/test.sh"), reached(".github/workflows/ci.yml")
+    where = {
+        script: "on GitHub" if script in github - here else "yes" if script in here else "no"
+        for script in (f"ci/{x.name}" for x in (TREE / "ci").glob("*.sh"))
+        if re.match(r"ci/(build|check|test)_", script)
+    }
+    rows = re.findall(r"^\| .*?`(?:bash )?(ci/\w+\.sh)\b(?! -C).*\| (.+) \|$", readme, re.MULTILINE)
+    said = {"before a release": "no", "without": "yes", "one row; all for a release": "yes"}
+    assert {script: said.get(cell, cell) for script, cell in rows if script in where} == where
+
+
 def test_apptainer_definition_is_the_image() -> None:
     """What it does not say, environment and command, it takes from the Containerfile's image."""
     definition = (TREE / "ci/flashkda.def").read_text(encoding="utf-8")
