@@ -2,7 +2,7 @@
 # pip on the sdist, outside a clone and without git: without an nvcc it stops at once and says why, or
 # installs the package without kernels where that is asked. --full builds them too: with CUDA_HOME, and
 # with PyPI's nvcc.
-# Usage: bash ci/test_sdist.sh SDIST [--full]
+# Usage: bash ci/test_sdist.sh SDIST [--full]    --full needs an nvcc on PATH, to tell its CUDA_HOME
 set -euo pipefail
 root=$(realpath "$(dirname "$0")/..")
 source "$root/ci/env.sh"
