@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds twice in this folder, and compares byte for byte. What differs in another folder, and why: the
-# libraries, since nvcc derives names in its objects from the paths that it is given.
+# Builds twice in this folder, and compares byte for byte. What differs in another folder, and why: the kernels'
+# library, since nvcc derives names in its objects from the paths that it is given; the binding, whose errors name
+# PyTorch's headers where they were; and RECORD, which has the hashes of both.
 # Usage: bash ci/check_reproducible.sh [PYTHON] [OPTION...]    as ci/build_wheel.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
