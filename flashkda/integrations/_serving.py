@@ -1,4 +1,4 @@
-"""What the doors for serving systems share: raw inputs, packed rows, parameters as models hold them."""
+"""What the doors for serving systems share: raw inputs, packed rows, parameters of models."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ RAW: dict[str, Any] = {
 
 
 def parameters(A_log: Tensor | None, dt_bias: Tensor | None) -> dict[str, Any]:
-    """``A_log [HV]`` and ``dt_bias [HV, K]`` or ``[HV * K]``; checkpoints also hold ``[1, 1, H, 1]``.
-
-    Views: nothing is copied.
-    """
+    """``A_log`` as ``[HV]``, also from ``[1, 1, HV, 1]``, and ``dt_bias`` as ``[HV * K]``: views."""
     return {
         "A_log": None if A_log is None else A_log.reshape(-1),
         "dt_bias": None if dt_bias is None else dt_bias.reshape(-1),
@@ -29,7 +26,7 @@ def parameters(A_log: Tensor | None, dt_bias: Tensor | None) -> dict[str, Any]:
 def split_packed(
     mixed_qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g and beta ``[B, 1, ...]`` as views of rows ``[q | k | v]``; sizes are the state's."""
+    """q, k, v, g, beta ``[B, 1, ...]`` as views of rows ``[q | k | v]``; sizes are the state's."""
     if mixed_qkv.dim() != 2 or state.dim() != 4:
         raise ValueError(
             "mixed_qkv: expected shape [B, 2 * H * K + HV * V] and states [slots, HV, V, K], got "

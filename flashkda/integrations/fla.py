@@ -224,9 +224,7 @@ def _check_tensors(call: Call, lower_bound: float | None) -> None:
 
 
 def _tensors(call: Call) -> Any:
-    return tuple(
-        call[x] for x in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    )
+    return tuple(call[x] for x in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"))
 
 
 def _check_choice(q: Tensor, chosen: _backend.Backend) -> None:

@@ -165,9 +165,9 @@ def decode(
         TypeError: as :func:`flashkda.fused_recurrent_kda`.
     """
     raw = _serving.RAW | {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-    inputs = _serving.split_packed(mixed_qkv, a, b, initial_state)
+    q, k, v, g, beta = _serving.split_packed(mixed_qkv, a, b, initial_state)
     o, _ = ops.fused_recurrent_kda(
-        *inputs, scale=scale, lower_bound=lower_bound, initial_state=initial_state,
+        q, k, v, g, beta, scale=scale, lower_bound=lower_bound, initial_state=initial_state,
         ssm_state_indices=ssm_state_indices, pad_slot_id=PAD, out=out,
         **_serving.parameters(A_log, dt_bias), **raw,
     )  # fmt: skip
