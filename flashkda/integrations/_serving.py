@@ -16,7 +16,7 @@ RAW: dict[str, Any] = {
 
 
 def parameters(A_log: Tensor | None, dt_bias: Tensor | None) -> dict[str, Any]:
-    """``A_log`` as ``[HV]``, also from ``[1, 1, HV, 1]``, and ``dt_bias`` as ``[HV * K]``: views."""
+    """``A_log [HV]``, also from ``[1, 1, HV, 1]``, and ``dt_bias [HV * K]``, as views."""
     return {
         "A_log": None if A_log is None else A_log.reshape(-1),
         "dt_bias": None if dt_bias is None else dt_bias.reshape(-1),
