@@ -264,6 +264,7 @@ def test_verdict(enabled: ModuleType, x: FlaCase) -> None:
 
 
 @NEEDS_FLA
+@pytest.mark.filterwarnings("ignore")  # what fla and Triton say while they tune
 def test_training_is_tritons(enabled: ModuleType) -> None:
     """The smallest of their training cases goes through to Triton, gradients too."""
     x = CHUNK[0]
