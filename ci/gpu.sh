@@ -4,7 +4,8 @@
 #   initcheck bench; --full (the default) is all of them, --quick the first three and a short bench.
 # PYTHON names an interpreter with a CUDA torch, pip, and for the tests pytest (default: python3).
 # Such machines often have no network and a torch that must not be touched, so the wheel goes into a
-# folder of its own, without its dependencies; nothing is compiled.
+# folder of its own, without its dependencies; nothing is compiled. Packages that some tests need, and skip
+# without, may lie in build/rivals: pip install --no-deps --target build/rivals fla-core einops packaging
 set -euo pipefail
 
 wheel=$(realpath "${1:?usage: bash ci/gpu.sh WHEEL [--quick|--full|PART...]}")
@@ -22,6 +23,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --no-cache-dir --target "$scratch/site" "$wheel"
 export PYTHONPATH=$scratch/site PYTHONDONTWRITEBYTECODE=1
+[ ! -d "$root/build/rivals" ] || PYTHONPATH=$PYTHONPATH:$root/build/rivals
 mkdir "$scratch/cwd"
 cd "$scratch/cwd"  # outside the root: inside it, ./flashkda would shadow the wheel
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device")'

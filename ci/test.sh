@@ -18,7 +18,7 @@ bash ci/check_wheel.sh "$wheel"
 before=$(torch_version "$venv/bin/python")
 "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 # Again with its dependencies and extras: pip must find the torch that is there good enough.
-"$venv/bin/python" -m pip install --quiet "${wheel}[lint,test]"
+"$venv/bin/python" -m pip install --quiet "${wheel}[bench,lint,test]"
 # CUTLASS is here without the Python packages that it asks for (see ci/env.sh).
 if "$venv/bin/python" -m pip check | grep -v -e '^nvidia-cutlass ' -e '^No broken requirements'; then exit 1; fi
 [ "$(torch_version "$venv/bin/python")" = "$before" ] || { echo "installing the wheel replaced torch $before" >&2; exit 1; }

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from . import _dispatch, _known, _library
 from . import _validate as valid
+from . import _validate_pool as valid_pool
 
 _check_inputs = valid.once_per_metadata(valid.check_inputs)
 
@@ -24,6 +25,11 @@ def fwd(
     initial_state: Tensor | None = None,
     final_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    *,
+    workspace: Tensor | None = None,
+    checkpoint_states: Tensor | None = None,
+    checkpoint_offsets: Tensor | int | None = None,
+    checkpoint_indices: Tensor | None = None,
 ) -> None:
     """:func:`flashkda.chunk_kda` into the caller's tensors, in the order of Moonshot's ``fwd``.
 
@@ -47,6 +53,11 @@ def fwd(
             zeros.
         final_state: the same, written; of a dtype of its own; may be ``initial_state``.
         cu_seqlens: ``[N + 1]`` int32 or int64 on q's device, with B = 1.
+        workspace: scratch memory, as for :func:`flashkda.chunk_kda`.
+        checkpoint_states: ``[M, HV, V, K]``, written: states inside the sequences, as for
+            :func:`flashkda.chunk_kda`; so are the next two.
+        checkpoint_offsets: tokens from the start of a sequence, multiples of 16; 0 is none.
+        checkpoint_indices: slots of ``checkpoint_states``.
 
     Raises:
         ValueError: as :func:`flashkda.chunk_kda`; also when an input requires grad.
@@ -55,7 +66,11 @@ def fwd(
     """
     others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     flags = ("fwd", A_log is None, dt_bias is None, scale, lower_bound)
-    known = _known.find(q, (*others, out, final_state), flags)
+    is_plain = (
+        workspace is None and checkpoint_states is None and checkpoint_offsets is None
+        and checkpoint_indices is None
+    )  # fmt: skip
+    known = _known.find(q, (*others, out, final_state), flags) if is_plain else None
     if known is not None and _known.run_into(out, final_state, (q, *others), *known):
         return
     lower_bound = valid.resolve_lower_bound(lower_bound)
@@ -71,6 +86,13 @@ def fwd(
             name, state, q=q, v=v, num_states=num_sequences, state_v_first=True,
             written=name == "final_state",
         )  # fmt: skip
+    valid_pool.check_checkpoints(
+        checkpoint_states, checkpoint_offsets, checkpoint_indices, q=q, v=v,
+        num_sequences=num_sequences, state_v_first=True,
+    )  # fmt: skip
+    if workspace is not None:
+        needed = get_workspace_size(q.shape[0] * q.shape[1], v.shape[2], num_sequences)
+        valid_pool.check_workspace(workspace, needed, q)
     valid.require_tensor("out", out)
     valid.check_out(out, v)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -81,6 +103,15 @@ def fwd(
         )
     options = (scale, lower_bound, True, True, True, False, True)
     bounded = lower_bound is not None
+    if not is_plain:
+        _dispatch.chunk_pool_out(
+            tensors, cu_seqlens, None, (None, None, None, False), out, final_state,
+            valid_pool.checkpoint_arguments(
+                checkpoint_states, checkpoint_offsets, checkpoint_indices
+            ),
+            workspace, options, bounded, None, None,
+        )  # fmt: skip
+        return
     if _dispatch.chunk_out(
         tensors, cu_seqlens, None, out, final_state, options, bounded, None, None
     ):

@@ -221,3 +221,25 @@ def test_tables_of_empty_padded_and_skipped_rows_may_hold_anything() -> None:
     start = pool_of(case, 4)[[1, 1, 2]]
     want: list[Tensor] = oracle.states_inside(**call, initial_state=start, after=[(2, 32)])
     check({"state": states[0]}, {"state": want[0]}, FLOAT64)
+
+
+def test_fwd_keeps_the_same_states() -> None:
+    """In the form of Moonshot's fwd: checkpoints, a workspace, final states of the caller."""
+    case = KdaCase(lengths=(70, 0, 40), H=2, K=8, V=12, dtype=torch.float32, state_v_first=True)
+    call = case.make()
+    kept = {"checkpoint_offsets": torch.tensor([64, 0, 16])}
+    size = flashkda.get_workspace_size(110, 2, 3)
+    kept["workspace"] = torch.empty(size, dtype=torch.uint8)
+    states = torch.full((3, 2, 12, 8), SENTINEL)
+    want = flashkda.chunk_kda(**call, checkpoint_states=states, **kept)
+    out, final, got = torch.empty_like(call["v"]), torch.empty(3, 2, 12, 8), states.clone()
+    got.fill_(SENTINEL)
+    flashkda.fwd(
+        *(call[x] for x in ("q", "k", "v", "g", "beta")), 8**-0.5, out,
+        call["A_log"], call["dt_bias"], call["lower_bound"], call["initial_state"], final,
+        call["cu_seqlens"], checkpoint_states=got, **kept,
+    )  # fmt: skip
+    assert torch.equal(out, want[0])
+    assert torch.equal(final, want[1])
+    assert torch.equal(got, states)
+    assert bool((got[1] == SENTINEL).all())

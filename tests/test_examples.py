@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-EXAMPLE = Path(__file__).parent / "examples" / "continuous_batching.py"
+import examples_list
+from examples_list import EXAMPLES
 
 
-def test_continuous_batching_on_the_cpu() -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "7 requests served on cpu\n"
+@EXAMPLES
+def test_example_on_the_cpu(name: str) -> None:
+    examples_list.run(name, "cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+
+
+def test_every_example_is_listed() -> None:
+    names = {path.stem for path in examples_list.FOLDER.glob("*.py")}
+    assert names == set(examples_list.LAST_LINE)
