@@ -1,4 +1,4 @@
-"""Peak memory of forward and backward, measured from outside PyTorch.
+"""Peak memory of forward and backward on the CPU, measured from outside PyTorch.
 
 Resident memory of a fresh process: its peak during the call, above what it held before. Run as a
 module, it measures and prints JSON; :func:`run` starts that process.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from flashkda.bench._forward import Inputs
-from flashkda.ops import chunk_kda
+from flashkda.bench._cases import Case, parse
+from flashkda.bench._inputs import Inputs
+from flashkda.bench._systems import FlashKDA
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -55,38 +55,34 @@ def _reset_peak() -> str:
     return "VmHWM, reset before the call"
 
 
-def measure(num_tokens: int, num_heads: int, dim: int, gate: str) -> Peak:
+def measure(shape: str, gate: str, dim: int) -> Peak:
     """Measures this process: call it in a fresh one."""
 
-    def prepare(tokens: int) -> tuple[Inputs, Tensor]:
-        drawn = Inputs.draw(tokens, num_heads, dim, gate)
-        for leaf in drawn.tensors():
-            leaf.requires_grad_()
-        return drawn, torch.ones_like(drawn.v)
+    def draw(name: str) -> Inputs:
+        case = Case(parse(f"{name}:backward")[0], gate)
+        return Inputs.draw(case, torch.device("cpu"), torch.float32, dim, seed=0)
 
-    def step(x: Inputs, grad: Tensor) -> None:
-        o, _ = chunk_kda(x.q, x.k, x.v, x.g, x.beta)
-        o.backward(grad)
-
-    step(*prepare(128))  # libraries, threads and allocator arenas are there from here on
+    # Libraries, threads and allocator arenas are there from here on.
+    FlashKDA().bind(draw("1x128xH1")).run()
     before = _resident("VmRSS")
-    inputs, grad = prepare(num_tokens)
-    input_bytes = sum(x.nbytes for x in inputs.tensors())
+    inputs = draw(shape)
+    assert inputs.out_grad is not None
+    input_bytes = sum(x.nbytes for x in inputs.tokens)
     # What drawing the inputs left behind in the allocator belongs to nobody: count the bytes.
-    holding = before + input_bytes + grad.nbytes
+    holding = before + input_bytes + inputs.out_grad.nbytes
     method = _reset_peak()
-    step(inputs, grad)
+    FlashKDA().bind(inputs).run()
     peak = _resident("VmHWM")
     return Peak(input_bytes, peak - holding, peak - before, method)
 
 
-def run(num_tokens: int, num_heads: int, dim: int, gate: str, threads: int) -> Peak:
+def run(shape: str, gate: str, dim: int, threads: int) -> Peak:
     """Measures a fresh process.
 
     Raises:
         RuntimeError: it failed, for instance where there is no /proc.
     """
-    arguments = [num_tokens, num_heads, dim, gate, threads]
+    arguments = [shape.removesuffix(":backward"), gate, dim, threads]
     done = subprocess.run(
         [sys.executable, "-m", __name__, *map(str, arguments)],
         capture_output=True,
@@ -102,13 +98,13 @@ def run(num_tokens: int, num_heads: int, dim: int, gate: str, threads: int) -> P
 def main() -> int:
     """Entry of the measured process."""
     parser = argparse.ArgumentParser(prog=__name__)
-    for name in ("num_tokens", "num_heads", "dim"):
+    for name in ("shape", "gate"):
+        parser.add_argument(name)
+    for name in ("dim", "threads"):
         parser.add_argument(name, type=int)
-    parser.add_argument("gate")
-    parser.add_argument("threads", type=int)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(json.dumps(vars(measure(args.num_tokens, args.num_heads, args.dim, args.gate))))
+    print(json.dumps(vars(measure(args.shape, args.gate, args.dim))))
     return 0
 
 
