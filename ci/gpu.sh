@@ -59,7 +59,7 @@ synccheck() { sanitizer synccheck --kernel-name kns=flashkda; }
 initcheck() { sanitizer initcheck; }
 
 bench() {
-  "$python" -m flashkda.bench gpu ${bench_options[@]+"${bench_options[@]}"}
+  "$python" -m flashkda bench --targets ${bench_options[@]+"${bench_options[@]}"}
 }
 
 status=0

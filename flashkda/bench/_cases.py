@@ -87,7 +87,7 @@ class Case:
 
 
 def parse(text: str, heads: Iterable[int] = ()) -> list[Shape]:
-    """The shape that ``text`` names (:data:`SYNTAX`); if it has no heads, one for each of ``heads``.
+    """The shape that ``text`` names (:data:`SYNTAX`): without heads, one for each of ``heads``.
 
     Raises:
         ValueError: it names none.

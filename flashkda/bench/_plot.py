@@ -33,7 +33,7 @@ def _finish(figure: Any, axes: Any, facts: Data, path: Path) -> None:
     words = [facts["device"], facts["driver"] and f"driver {facts['driver']}",
              f"flashkda {facts['flashkda']}", facts["commit"], f"torch {facts['torch']}",
              facts["date"]]  # fmt: skip
-    figure.text(0.995, 0.995, ", ".join(x for x in words if x), fontsize=5, ha="right", va="top")
+    figure.supxlabel(", ".join(x for x in words if x), fontsize=6, color="grey")
     figure.savefig(path)
 
 
@@ -76,7 +76,7 @@ def _lines(records: Sequence[Data], chosen: Callable[[Data], bool], key: str, la
 
 def _bars(records: Sequence[Data], value: Callable[[Data, Data], float | None], label: str,
           title: str, path: Path, *, log: bool = False) -> bool:  # fmt: skip
-    """A bar for each case and system."""
+    """A bar, or on a logarithmic axis a dot, for each case and system."""
     names = list(dict.fromkeys(row["system"] for x in records for row in x["rows"]))
     found: dict[str, list[float]] = {name: [0.0] * len(records) for name in names}
     for i, record in enumerate(records):
@@ -89,7 +89,10 @@ def _bars(records: Sequence[Data], value: Callable[[Data, Data], float | None], 
     width = 0.8 / len(names)
     for n, (name, heights) in enumerate(found.items()):
         places = [i + (n - (len(names) - 1) / 2) * width for i in range(len(records))]
-        if any(heights):
+        if log:  # a bar would have no foot to stand on
+            shown = [y or None for y in heights]
+            axes.plot(places, shown, "o", markersize=4, label=name)
+        elif any(heights):
             axes.bar(places, heights, width, label=name)
     if log:
         axes.set_yscale("log")

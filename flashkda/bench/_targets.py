@@ -51,6 +51,7 @@ DECODE = {
     "256x1xH16:bf16:kv": None,
 }
 QUICK = ("1x8192xH96", "1x8192xH8", "32x256xH16", "256x1xH32", "1x1xH32", "256x1xH16:bf16")
+CHECKPOINTED = "8x2048xH16"
 FOUR_TOKENS, STATE_TRAFFIC, CHECKPOINTS = 1.35, 88.0, 3.0
 HOST_MICROSECONDS = {
     "chunk_kda 1x16": 20.0,
@@ -99,13 +100,15 @@ def _figure(row: Row, name: str, target: float | None) -> Figure:
 
 
 def _checkpoints(device: Device) -> Figure:
-    """What a checkpoint for each sequence of 8x2048 H16 costs."""
-    case = Case(parse("8x2048xH16")[0], "slow")
+    """What a checkpoint for each sequence costs."""
+    case = Case(parse(CHECKPOINTED)[0], "slow")
+    sequences, length = case.shape.batch
+    middle = torch.full((sequences,), length // 2, dtype=torch.int32, device=device.device)
     x = Inputs.draw(case, device.device, device.dtype, DIM, seed=0)
     out = torch.empty_like(x.v)
     kept = {
         "checkpoint_states": torch.empty_like(x.state),
-        "checkpoint_offsets": torch.full((8,), 1024, dtype=torch.int32, device=device.device),
+        "checkpoint_offsets": middle,
     }
     call = partial(
         flashkda.chunk_kda, *x.tokens, **IN_KERNEL, A_log=x.A_log, dt_bias=x.dt_bias,
@@ -114,7 +117,7 @@ def _checkpoints(device: Device) -> Figure:
     plain, more = (
         statistics.median(device.graph_times([run], 20)) for run in (call, partial(call, **kept))
     )
-    name = f"a checkpoint per sequence, 8x2048xH16 ({1e3 * plain:.4f} to {1e3 * more:.4f} ms)"
+    name = f"a checkpoint per sequence, {CHECKPOINTED} ({1e3 * plain:.4f} to {1e3 * more:.4f} ms)"
     return Figure(name, 100 * (more / plain - 1), "%", CHECKPOINTS)
 
 

@@ -1,0 +1,35 @@
+"""`flashkda bench` on a GPU: small shapes of every group, beside rivals if there are any."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import GPU
+
+from flashkda import cli
+
+pytestmark = GPU
+
+SHAPES = ["1x256xH2", "100+56xH2", "4x1xH2", "4x1xH2:bf16:kv", "4x2xH2:ready", "1x64xH2:backward"]
+
+
+def test_small_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = [f"--shape={shape}" for shape in SHAPES]
+    argv = ["bench", "--device=cuda", "--no-rivals", "--repeats=5", f"--output={tmp_path}"]
+    assert cli.main([*argv, *shapes, "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)["records"]
+    assert len(records) == 3 * len(SHAPES)
+    for record in records:
+        (ours,) = record["rows"]
+        assert ours["note"] == ""
+        assert ours["seconds"] > 0
+        assert ours["host_seconds"] > 0
+        assert ours["method"] in ("events", "graph")
+        assert record["environment"]["driver"]
+        if record["group"] != "train":
+            assert ours["path"] == "cuda"
+            assert ours["method"] == "graph"
+        else:
+            assert ours["peak_bytes"] > 0
