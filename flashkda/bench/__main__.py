@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,12 +17,17 @@ from flashkda.bench._cases import Case
 from flashkda.bench._devices import Device, open_device
 from flashkda.bench._inputs import DIM
 from flashkda.bench._measure import measure
+from flashkda.bench._session import Data
 from flashkda.bench._systems import FlashKDA, System
 
 _DESCRIPTION = """\
 Times prefill, decode and training beside other implementations that are installed, on the CUDA
 device if there is one. Every result is compared with a token recurrence in float64; a wrong one
 gets no time."""
+
+
+def _say(text: str) -> None:
+    print(f"flashkda bench: {text}", file=sys.stderr)
 
 
 def _positive(text: str) -> int:
@@ -82,8 +87,81 @@ def _parser() -> argparse.ArgumentParser:
     results.add_argument(
         "--figures", type=Path, metavar="DIR", help="where figures go (default: with the results)"
     )
+    results.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="results of another run: say which times differ by over 5 %%, with status 1 if any",
+    )
     results.add_argument("--commit", help="to be noted with the results; default: git's")
     return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark.
+
+    Status 0 is success; 1 a result of flashkda that is wrong or missing, a target missed, or a time
+    that another run did not have; 2 arguments that cannot be used.
+    """
+    parser = _parser()
+    threads = torch.get_num_threads()
+    try:
+        args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        return _run(parser, args) if args.plot is None else _render(parser, args)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = open_device(name)
+        cases = _chosen(args, device.device.type)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        parser.error(str(error).splitlines()[0])
+    if not cases:
+        parser.error("nothing to measure: no shape is of these groups")
+    served = backend(device.device)
+    _say(f"{device.device}, backend {served}")
+    if args.targets:
+        return _run_targets(args, device, served.name)
+    if device.device.type == "cpu":
+        _say(
+            "without a CUDA device it measures the PyTorch path beside the token recurrence in "
+            "float64: times, errors, and memory of a backward pass"
+        )
+    systems: list[System] = [FlashKDA()]
+    missing: dict[str, str] = {}
+    if not args.no_rivals:
+        found, missing = _rivals.find(device.device.type)
+        systems += found
+    there = _load(parser, args.output)
+    facts = _report.environment(device, args.commit)
+    facts |= {"dim": args.dim, "systems": [x.name for x in systems], "missing": missing}
+    problem = _session.conflict(there, facts)
+    if problem is not None:
+        parser.error(f"--output {args.output}: {problem}; take another folder")
+    outcome = _session.run(
+        cases,
+        _measure_with(systems, device, args, facts["copy_bytes_per_second"]),
+        facts,
+        done=there,
+        folder=args.output,
+        budget=args.budget,
+        wait=device.wait,
+    )
+    status = _publish(parser, args, outcome.records, missing, left=len(outcome.left))
+    if outcome.left:
+        why = outcome.problem or f"the budget of {args.budget} s is used"
+        there_is = "nothing was kept: give --output to be able to go on"
+        if args.output is not None:
+            there_is = "the same command goes on from there"
+        _say(f"{why}; {len(outcome.left)} cases are left, {there_is}")
+    return 1 if outcome.problem else status
 
 
 def _chosen(args: argparse.Namespace, device_type: str) -> list[Case]:
@@ -97,154 +175,95 @@ def _chosen(args: argparse.Namespace, device_type: str) -> list[Case]:
     return [Case(shape, gate) for shape in shapes for gate in gates]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark.
-
-    Status 0 is success, 1 a result of flashkda that is wrong or missing, 2 arguments that cannot
-    be used.
-    """
-    parser = _parser()
-    threads = torch.get_num_threads()
-    try:
-        args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        return _run(parser, args)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    if args.plot is not None:
-        return _render(parser, args)
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = open_device(name)
-        cases = _chosen(args, device.device.type)
-    except (ValueError, RuntimeError, AssertionError) as error:
-        parser.error(str(error).splitlines()[0])
-    if not cases:
-        parser.error("nothing to measure: no shape is of these groups")
-    served = backend(device.device)
-    print(f"flashkda bench: {device.device}, backend {served}", file=sys.stderr)
-    if args.targets:
-        return _targets_main(args, device, served.name)
-    if device.device.type == "cpu":
-        print(
-            "flashkda bench: without a CUDA device it measures the PyTorch path beside the token "
-            "recurrence in float64: times, errors, and memory of a backward pass",
-            file=sys.stderr,
-        )
-    facts = _report.environment(device, args.commit)
-    systems: list[System] = [FlashKDA()]
-    missing: dict[str, str] = {}
-    if not args.no_rivals:
-        found, missing = _rivals.find(device.device.type)
-        systems += found
-    try:
-        there = _session.load(args.output) if args.output is not None else []
-    except ValueError as error:
-        parser.error(str(error))
-    problem = _session.conflict(there, facts)
-    if problem is not None:
-        parser.error(f"--output {args.output}: {problem}; take another folder")
-    outcome = _session.run(
-        cases,
-        _measure_with(systems, device, args),
-        facts | {"missing": missing},
-        folder=args.output,
-        budget=args.budget,
-        wait=device.wait,
-    )
-    return _finish(args, outcome, missing)
-
-
 def _measure_with(
-    systems: Sequence[System], device: Device, args: argparse.Namespace
-) -> Callable[[Case], dict[str, Any]]:
-    def one(case: Case) -> dict[str, Any]:
+    systems: Sequence[System], device: Device, args: argparse.Namespace, bandwidth: float
+) -> Callable[[Case], Data]:
+    def one(case: Case) -> Data:
         record = measure(case, systems, device, repeats=args.repeats, dim=args.dim)
         ours = record.rows[0]
         if device.device.type == "cpu" and case.shape.group == "train" and not ours.note:
             try:
-                peak = _memory.run(case.shape.name, case.gate, args.dim, torch.get_num_threads())
-                ours.peak_bytes = peak.above_inputs
+                threads = torch.get_num_threads()
+                ours.peak_bytes = _memory.run(case.shape.name, case.gate, args.dim, threads)
             except RuntimeError as error:
-                print(f"flashkda bench: memory not measured: {error}", file=sys.stderr)
-        return record.as_data()
+                _say(f"memory not measured: {error}")
+        return record.as_data() | {"floor_seconds": record.num_bytes / bandwidth}
 
     return one
 
 
-def _finish(args: argparse.Namespace, outcome: _session.Outcome, missing: dict[str, str]) -> int:
-    if args.json:
-        print(json.dumps({"records": outcome.records, "missing": missing}, indent=2))
-    else:
-        print(_report.markdown(outcome.records, missing, len(outcome.left)), end="")
-    if args.output is not None or args.figures is not None:
-        _write(args.output, args.figures or args.output, outcome.records, missing)
-    if outcome.left:
-        why = outcome.problem or f"the budget of {args.budget} s is used"
-        there = (
-            "the same command goes on from there"
-            if args.output is not None
-            else "nothing was kept: give --output to be able to go on"
-        )
-        print(
-            f"flashkda bench: {why}; {len(outcome.left)} cases are left, {there}", file=sys.stderr
-        )
-    bad = [x["case"] for x in outcome.records if x["rows"][0]["seconds"] is None]
-    for case in bad:
-        print(f"flashkda bench: flashkda has no right result for {case}", file=sys.stderr)
-    return 1 if bad or outcome.problem else 0
-
-
-def _write(
-    folder: Path | None,
-    figures: Path,
-    records: Sequence[dict[str, Any]],
-    missing: dict[str, str],
-) -> None:
-    if folder is not None and records:
-        (folder / "results.md").write_text(_report.markdown(records, missing), encoding="utf-8")
+def _load(parser: argparse.ArgumentParser, folder: Path | None) -> list[Data]:
     try:
-        written = _plot.draw(records, figures)
-    except ImportError as error:
-        print(f"flashkda bench: {error}", file=sys.stderr)
-        return
-    print(f"flashkda bench: {len(written)} figures in {figures}", file=sys.stderr)
+        return [] if folder is None else _session.load(folder)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _publish(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    records: list[Data],
+    missing: dict[str, str],
+    *,
+    left: int = 0,
+) -> int:
+    """Prints results, writes what was asked for, and gives the status."""
+    text = _report.markdown(records, missing, left)
+    if args.json:
+        print(json.dumps({"records": records, "missing": missing}, indent=2))
+    else:
+        print(text, end="")
+    folder = args.output or args.plot
+    if folder is not None and records:
+        (folder / "results.md").write_text(text, encoding="utf-8")
+    figures = args.figures or folder
+    if figures is not None:
+        try:
+            written = _plot.draw(records, figures)
+            _say(f"{len(written)} figures in {figures}")
+        except ImportError as error:
+            _say(str(error))
+    status = 0
+    if args.against is not None:
+        text, same = _report.repetition(records, _load(parser, args.against))
+        print(text, file=sys.stderr)
+        status = 0 if same else 1
+    for record in records:
+        if record["rows"][0]["seconds"] is None:
+            _say(f"flashkda has no right result for {record['case']}")
+            status = 1
+    return status
 
 
 def _render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    try:
-        records = _session.load(args.plot)
-    except ValueError as error:
-        parser.error(str(error))
+    records = _load(parser, args.plot)
     if not records:
         parser.error(f"--plot {args.plot}: no records there")
-    missing = records[-1]["environment"]["missing"]
     records.sort(key=lambda x: (x["heads"], x["tokens"], x["case"]))
-    print(_report.markdown(records, missing), end="")
-    _write(args.plot, args.figures or args.plot, records, missing)
-    return 0
+    return _publish(parser, args, records, records[-1]["environment"]["missing"])
 
 
-def _targets_main(args: argparse.Namespace, device: Device, path: str) -> int:
+def _run_targets(args: argparse.Namespace, device: Device, path: str) -> int:
     if path != "cuda":
-        print("flashkda bench: targets are of the CUDA kernels", file=sys.stderr)
+        _say("targets are of the CUDA kernels")
         return 1
     facts = _report.environment(device, args.commit)
-    bandwidth = facts["copy_bytes_per_second"]
-    found = _targets.figures(device, bandwidth, quick=args.quick, repeats=args.repeats)
+    found = _targets.figures(
+        device,
+        facts["copy_bytes_per_second"],
+        quick=args.quick,
+        repeats=args.repeats,
+        dim=args.dim,
+    )
     if args.json:
-        figures = [vars(x) | {"verdict": x.verdict} for x in found]
+        figures = [asdict(x) | {"verdict": x.verdict} for x in found]
         print(json.dumps({"environment": facts, "figures": figures}, indent=2))
     else:
-        print(_report.heading(facts) + "\n")
-        print(_targets.table(found))
-    return 1 if any(x.value is None for x in found) else 0
+        print(f"{_report.heading(facts)}\n\n{_targets.table(found)}")
+    failed = [x for x in found if x.fails]
+    for x in failed:
+        _say(f"{x.name}: {x.measured}, {x.target}: {x.verdict}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

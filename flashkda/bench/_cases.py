@@ -128,10 +128,10 @@ def parse(text: str, heads: Iterable[int] = ()) -> list[Shape]:
     ]
 
 
-_RAGGED = "1300+547+2048+963+271+3063"
+RAGGED = "1300+547+2048+963+271+3063"
 _GPU = (
     *(f"1x8192xH{h}" for h in (8, 12, 16, 32, 64, 96)),
-    *(f"{_RAGGED}xH{h}" for h in (64, 96)),
+    *(f"{RAGGED}xH{h}" for h in (64, 96)),
     *(f"8x1024xH{h}" for h in (64, 96)),
     *(f"32x256xH{h}" for h in (12, 16, 32)),
     *(f"1x512xH{h}" for h in (12, 32)),

@@ -208,14 +208,14 @@ def _measure_row(
     if device.has_graphs:
         host = device.host_times(call.run, CALLS, max(1, min(10, count // 3)))
         row.host_seconds = statistics.median(host)
-    if device.has_graphs and statistics.median(times) < graph_below:
+    if inputs.case.shape.group == "train":
+        row.peak_bytes = device.peak_bytes(call.run)
+    elif device.has_graphs and statistics.median(times) < graph_below:
         try:
             times = device.graph_times(_calls_in_turn(system, inputs, call, device), count)
             row.method = "graph"
         except RuntimeError:  # rivals that can't be captured keep their times by events
             device.wait()
-    if inputs.case.shape.group == "train":
-        row.peak_bytes = device.peak_bytes(call.run)
     low, row.seconds, high = statistics.quantiles(times, n=4, method="inclusive")
     row.quartiles = (low, high)
     row.repeats = len(times)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashkda.bench._report import floor_seconds
-
 Data = dict[str, Any]
 Points = dict[str, list[tuple[float, float]]]
 
@@ -45,7 +43,7 @@ def _times(
     floor: Points = {}
     for record in filter(chosen, records):
         x = float(record[key])
-        floor.setdefault("a copy of its bytes", []).append((x, 1e3 * floor_seconds(record)))
+        floor.setdefault("a copy of its bytes", []).append((x, 1e3 * record["floor_seconds"]))
         for row in record["rows"]:
             if row["seconds"] is not None:
                 name = f"{row['system']}, {record['gate']} gate"
@@ -104,7 +102,7 @@ def _bars(records: Sequence[Data], value: Callable[[Data, Data], float | None], 
 
 
 def _share(record: Data, row: Data) -> float | None:
-    return None if row["seconds"] is None else 100 * floor_seconds(record) / row["seconds"]
+    return None if row["seconds"] is None else 100 * record["floor_seconds"] / row["seconds"]
 
 
 def _error(key: str) -> Callable[[Data, Data], float | None]:

@@ -28,6 +28,7 @@ GATES = {
     "slow": "a freshly initialised layer, about -0.13",
     "none": "no decay",
 }
+REPRODUCIBLE_SECONDS, REPRODUCIBLE_WITHIN = 50e-6, 0.05
 METHODS = {
     "events": "events around one call with cold L2, the host running ahead",
     "graph": "a CUDA graph of at least 20 calls on data larger than L2",
@@ -103,11 +104,6 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
 
 
-def floor_seconds(record: Data) -> float:
-    """What a copy of the same bytes takes."""
-    return float(record["num_bytes"] / record["environment"]["copy_bytes_per_second"])
-
-
 def heading(facts: Data) -> str:
     """The environment in words."""
     known = {
@@ -132,13 +128,14 @@ def _cells(record: Data, second: str) -> Iterator[list[str]]:
     for row in record["rows"]:
         name = row["system"] + (f" ({row['path']})" if row["path"] else "")
         times = [row["note"] or "-", "-", "-", "-"]
+        floor = record["floor_seconds"]
         if row["seconds"] is not None:
             low, high = row["quartiles"]
             times = [
                 _milliseconds(row["seconds"]),
                 f"{_milliseconds(low)} to {_milliseconds(high)}",
                 "-" if ours is None else f"{row['seconds'] / ours:.2f}x",
-                f"{100 * floor_seconds(record) / row['seconds']:.0f} %",
+                f"{100 * floor / row['seconds']:.0f} %",
             ]
         errors = [f"{row['errors'][k]:.1e}" if k in row["errors"] else "-" for k in ("out", second)]
         host = row["host_seconds"]
@@ -147,7 +144,9 @@ def _cells(record: Data, second: str) -> Iterator[list[str]]:
             record["shape"],
             record["gate"],
             name,
-            *times,
+            *times[:3],
+            _milliseconds(floor),
+            times[3],
             *errors,
             "-" if host is None else f"{1e6 * host:.0f}",
             "-" if first is None else f"{first:.3g}",
@@ -157,7 +156,7 @@ def _cells(record: Data, second: str) -> Iterator[list[str]]:
 def _table(group: str, records: Sequence[Data]) -> str:
     second = "gradients" if group == "train" else "state"
     header = [
-        "shape", "gate", "system", "median ms", "quartiles", "/ flashkda", "of a copy",
+        "shape", "gate", "system", "median ms", "quartiles", "/ flashkda", "floor ms", "of it",
         "error out", f"error {second}", "host us", "first call s",
     ]  # fmt: skip
     return markdown_table(header, [cells for x in records for cells in _cells(x, second)])
@@ -176,6 +175,24 @@ def _memory(records: Sequence[Data]) -> list[str]:
     return ["Memory:", "", *lines, ""] if lines else []
 
 
+def repetition(records: Sequence[Data], before: Sequence[Data]) -> tuple[str, bool]:
+    """How far times are from those of another run, and whether all are as near as they should."""
+
+    def times(some: Sequence[Data]) -> dict[tuple[str, str], float]:
+        rows = ((x["case"], row) for x in some for row in x["rows"])
+        return {(case, row["system"]): row["seconds"] for case, row in rows if row["seconds"]}
+
+    then, now = times(before), times(records)
+    apart = {x: now[x] / then[x] - 1 for x in now if then.get(x, 0.0) > REPRODUCIBLE_SECONDS}
+    far = {x: y for x, y in apart.items() if abs(y) > REPRODUCIBLE_WITHIN}
+    lines = [
+        f"{len(apart)} times above {1e6 * REPRODUCIBLE_SECONDS:.0f} us were measured before; "
+        f"{len(far)} differ by more than {REPRODUCIBLE_WITHIN:.0%}.",
+        *(f"- {case}, {system}: {y:+.1%}" for (case, system), y in far.items()),
+    ]
+    return "\n".join(lines), not far
+
+
 def markdown(records: Sequence[Data], missing: dict[str, str], left: int = 0) -> str:
     """Everything as text; the environment is that of the latest record."""
     if not records:
@@ -186,12 +203,13 @@ def markdown(records: Sequence[Data], missing: dict[str, str], left: int = 0) ->
     lines = [
         heading(facts),
         "",
-        f"K = V = 128 unless `--dim` said otherwise, {facts['dtype']}; times are medians. "
+        f"K = V = {facts['dim']}, {facts['dtype']}; times are medians. "
         + " ".join(f'"{x}": {METHODS[x]}.' for x in methods),
         "Gates: " + "; ".join(f"{x}: {GATES[x]}" for x in gates) + ".",
         "Errors are relative in norm to a float64 token recurrence over all tokens of the first, "
         "middle and last head (backward passes: the last).",
-        '"of a copy": time of a copy of the bytes that a call must move, over its own.',
+        "The floor is what a copy of the bytes that a call must move takes on this device; "
+        '"of it": floor over time.',
         "",
     ]
     for name, reason in missing.items():

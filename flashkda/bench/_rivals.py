@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -250,6 +251,8 @@ def _fla_naive() -> list[System]:
 
 
 def _moonshot() -> list[System]:
+    if find_spec("flash_kda") is None:  # it may be on the path without metadata
+        raise metadata.PackageNotFoundError("flash_kda")
     module = _load("flash_kda")
     names = metadata.packages_distributions().get("flash_kda", [])
     return [MoonshotFlashKDA(metadata.version(names[0]) if names else "", module)]

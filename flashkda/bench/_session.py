@@ -17,7 +17,7 @@ Data = dict[str, Any]
 
 FORMAT = 1
 # Cases of one folder must agree in these: their times stand beside each other.
-_SAME = ("device", "flashkda", "commit", "torch", "dtype")
+_SAME = ("device", "flashkda", "commit", "torch", "dtype", "dim", "systems")
 
 
 @dataclass
@@ -77,25 +77,27 @@ def run(
     measure: Callable[[Case], Data],
     environment: Data,
     *,
+    done: Sequence[Data] = (),
     folder: Path | None = None,
     budget: float | None = None,
     wait: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Measures what ``folder`` doesn't have.
+    """Measures what is not ``done``.
 
     Args:
         cases: to measure.
         measure: gives the record of a case.
         environment: what all records share; it is kept with each.
-        folder: of records, or None to keep none.
+        done: records that are there already.
+        folder: to keep new records in, if any.
         budget: seconds; no case begins that would end later if it took as long as the longest yet.
         wait: raises once the device is beyond use.
         clock: seconds.
     """
-    done = {} if folder is None or not folder.is_dir() else {x["case"]: x for x in load(folder)}
+    known = {x["case"]: x for x in done}
     outcome = Outcome()
-    todo = [case for case in cases if case.name not in done]
+    todo = [case for case in cases if case.name not in known]
     start, longest, stopped = clock(), 0.0, False
     with Progress("benchmark", len(todo)) as bar:
         for case in todo:
@@ -106,7 +108,7 @@ def run(
                 outcome.left.append(case)
                 continue
             record = measure(case) | {"format": FORMAT, "environment": environment}
-            done[case.name] = record
+            known[case.name] = record
             if folder is not None:
                 _save(folder, record)
             bar.advance()
@@ -117,5 +119,5 @@ def run(
                 stopped = True
                 reason = (str(error).splitlines() or [""])[0]
                 outcome.problem = f"the device can't be used any more after {case.name}: {reason}"
-    outcome.records = [done[case.name] for case in cases if case.name in done]
+    outcome.records = [known[case.name] for case in cases if case.name in known]
     return outcome
