@@ -1,23 +1,90 @@
-"""What the benchmark says of its machine and of the kernels' targets, and the progress report."""
+"""What the benchmark makes of its records: tables, figures, comparisons; and progress."""
 
 from __future__ import annotations
 
 import io
 import json
 import platform
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from test_bench import FakeGpu
+from benching import recorded
 
 import flashkda
 from flashkda import cli
 from flashkda._progress import Progress
-from flashkda.bench import __main__ as command
-from flashkda.bench import _report, _targets
+from flashkda.bench import _plot, _report
 from flashkda.bench._report import markdown_table
+
+
+def test_tables_and_figures_from_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        recorded("1x512xH32", 1e-4, 2e-4),
+        recorded("1x8192xH32", 5e-4, None, error=float("inf")),
+        recorded("1x8192xH8", 2e-4, 4e-4, gate="slow"),
+        recorded("1x1xH32", 4e-6, 8e-6),
+        recorded("256x1xH32", 3e-4, 4e-4),
+        recorded("1x8192xH32:backward", 3e-3, 4e-3),
+    ]
+    for record in records:
+        (tmp_path / f"{record['case']}.json").write_text(json.dumps(record))
+    figures = tmp_path / "figures"
+    assert cli.main(["bench", f"--plot={tmp_path}", f"--figures={figures}"]) == 0
+    printed = capsys.readouterr().out
+    assert "a card, driver 580.1, flashkda 1, torch 2, Python 3.12; 2026-12-01." in printed
+    (line,) = [x for x in printed.splitlines() if x.startswith("| 1x512xH32") and "m 1" in x]
+    cells = [x.strip() for x in line.split("|")[1:-1]]
+    assert cells[3:8] == ["0.2000", "0.2000 to 0.2000", "2.00x", "0.0250", "12 %"]
+    assert "inf" in printed
+    assert printed == (tmp_path / "results.md").read_text()
+    names = {path.name for path in figures.iterdir()}
+    assert names == {
+        "time-against-tokens-H32.png", "time-against-heads-T8192.png", "decode-H32.png",
+        "roofline-prefill.png", "accuracy-prefill-out.png", "accuracy-prefill-state.png",
+        "roofline-decode.png", "accuracy-decode-out.png", "accuracy-decode-state.png",
+        "roofline-train.png", "accuracy-train-out.png", "accuracy-train-gradients.png",
+    }  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.iterdir())
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    records = [recorded("1x512xH32", None, error=float("inf"))]
+    assert _plot.draw(records, tmp_path) == []
+    assert _report.markdown([], {}) == "Nothing was measured.\n"
+
+
+def test_figures_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    record = recorded("1x512xH32", 1e-4)
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    assert cli.main(["bench", f"--plot={tmp_path}"]) == 0
+    assert "pip install 'flashkda[bench]'" in capsys.readouterr().err
+    assert (tmp_path / "results.md").is_file()
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def against(seconds: float) -> tuple[int, str]:
+        for folder, x in (("now", 1e-3), ("before", seconds)):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            records = [recorded("1x512xH32", x, x), recorded("1x64xH32", 0.04 * x)]
+            for record in records:
+                path = tmp_path / folder / f"{record['case']}.json"
+                path.write_text(json.dumps(record))
+        argv = ["bench", f"--plot={tmp_path / 'now'}", f"--against={tmp_path / 'before'}"]
+        return cli.main(argv), capsys.readouterr().err
+
+    status, printed = against(0.97e-3)
+    assert status == 0
+    assert "2 times above 50 us were measured before; 0 differ by more than 5%." in printed
+    status, printed = against(1.1e-3)
+    assert status == 1
+    assert "- prefill-1x512xH32-fast, system 1: -9.1%" in printed
 
 
 def test_processor_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,74 +124,6 @@ def test_markdown_table() -> None:
         "|------|---|",
         "| long | 1 |",
     ]
-
-
-# --- targets -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with kernels, on shapes that a CPU can do."""
-    served = flashkda.Backend("cuda", "a test")
-    monkeypatch.setattr(command, "backend", lambda device: served)
-    monkeypatch.setattr(command, "open_device", lambda name: FakeGpu())
-    monkeypatch.setattr(_targets, "PREFILL", {"1x20xH1": 0.001, "1x30xH1": 1.0})
-    decode = {"256x1xH32": 1.0, "128x1xH32": None, "128x4xH32": None}
-    monkeypatch.setattr(_targets, "DECODE", decode)
-    monkeypatch.setattr(_targets, "DIM", 2)
-    monkeypatch.setattr(_targets, "CHECKPOINTED", "2x64xH1")
-    monkeypatch.setattr(_targets, "QUICK", ("1x30xH1",))
-    measure = _targets.measure
-    monkeypatch.setattr(_targets, "measure", lambda *a, **k: measure(*a, **k, dim=2))
-
-
-@pytest.mark.usefixtures("small_targets")
-def test_targets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--targets", "--repeats=3"]) == 0
-    rows = [x.split("|")[1:-1] for x in capsys.readouterr().out.splitlines() if "|" in x]
-    cells = {row[0].strip(): [x.strip() for x in row[1:]] for row in rows}
-    assert cells["1x20xH1, fast gate"][:3] == ["0.003 ms", "at most 0.001", "missed"]
-    assert cells["1x30xH1, slow gate"][2] == "kept"
-    assert "out" in cells["1x30xH1, slow gate"][3]
-    assert cells["128x4xH32 over 128x1xH32"][0] == "1 x"
-    assert any(name.startswith("state traffic of 256x1xH32") for name in cells)
-    assert any(name.startswith("a checkpoint per sequence, 2x64xH1") for name in cells)
-    assert cells["host, fused_recurrent_kda 1x1 H4"][1] == "at most 18"
-
-
-@pytest.mark.usefixtures("small_targets")
-def test_quick_targets_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--targets", "--quick", "--repeats=3", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)["figures"]
-    times = [x for x in figures if x["unit"] == "ms"]
-    assert {x["name"] for x in times} == {"1x30xH1, fast gate", "1x30xH1, slow gate"}
-    assert all(x["verdict"] == "kept" for x in times)
-
-
-@pytest.mark.usefixtures("small_targets")
-def test_wrong_results_have_no_figure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        "flashkda.bench._measure.allowed_errors", lambda *a, **k: {"out": 0.0, "state": 0.0}
-    )
-    assert cli.main(["bench", "--targets", "--repeats=3"]) == 1
-    assert "wrong: out above" in capsys.readouterr().out
-
-
-def test_targets_need_kernels(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = flashkda.Backend("torch", "the reason of this test")
-    monkeypatch.setattr(command, "backend", lambda device: refused)
-    assert cli.main(["bench", "--targets", "--device=cpu"]) == 1
-    assert "the reason of this test" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--device=cuda"]) == 2
-    assert "usage: flashkda bench" in capsys.readouterr().err
 
 
 # --- progress ------------------------------------------------------------------------------------

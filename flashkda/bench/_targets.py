@@ -81,7 +81,7 @@ DECODE = {
 QUICK = ("1x8192xH96", "1x8192xH8", "32x256xH16", "256x1xH32", "1x1xH32", "256x1xH16:bf16")
 GATES_APART = Target(goal=5.0)  # percent
 STREAMED, STATE_TRAFFIC = "256x1xH32", Target(88.0, at_least=True)  # percent of a copy's bandwidth
-FOUR_TOKENS = Target(1.35)  # times one token
+DRAFTS, FOUR_TOKENS = ("128x1xH32", "128x4xH32"), Target(1.35)  # times one token
 CHECKPOINTED, CHECKPOINTS = "8x2048xH16", Target(goal=3.0)  # percent
 HOST_CALLS = 300
 HOST = {  # microseconds; they depend on the processor too
@@ -184,9 +184,9 @@ def _relations(times: dict[tuple[str, str], float], bandwidth: float, dim: int) 
         found.append(
             Figure(f"fast and slow gates apart, at most ({name})", apart[name], "%", GATES_APART)
         )
-    one, four = times.get(("128x1xH32", "fast")), times.get(("128x4xH32", "fast"))
+    one, four = (times.get((name, "fast")) for name in DRAFTS)
     if one is not None and four is not None:
-        found.append(Figure("128x4xH32 over 128x1xH32", four / one, "x", FOUR_TOKENS))
+        found.append(Figure(f"{DRAFTS[1]} over {DRAFTS[0]}", four / one, "x", FOUR_TOKENS))
     step = times.get((STREAMED, "fast"))
     if step is not None:
         (shape,) = parse(STREAMED)
