@@ -22,6 +22,7 @@ from flashkda.bench._report import markdown_table
 def test_tables_and_figures_from_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     records = [
         recorded("1x512xH32", 1e-4, 2e-4),
         recorded("1x8192xH32", 5e-4, None, error=float("inf")),
@@ -52,6 +53,7 @@ def test_tables_and_figures_from_records(
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     records = [recorded("1x512xH32", None, error=float("inf"))]
     assert _plot.draw(records, tmp_path) == []
     assert _report.markdown([], {}) == "Nothing was measured.\n"
