@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from benching import Rival, make_case
 from support import GPU
 
 from flashkda import cli
+from flashkda.bench._devices import open_device
+from flashkda.bench._measure import measure
+from flashkda.bench._systems import FlashKDA
 
 pytestmark = GPU
 
@@ -33,3 +37,10 @@ def test_small_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             assert ours["method"] == "graph"
         else:
             assert ours["peak_bytes"] > 0
+
+
+def test_no_time_for_a_wrong_result() -> None:
+    systems = [FlashKDA(), Rival("right"), Rival("wrong", factor=1.02)]
+    rows = measure(make_case("1x256xH2"), systems, open_device("cuda"), repeats=3).rows
+    assert [row.seconds is None for row in rows] == [False, False, True]
+    assert rows[2].note == "wrong: out above 1.0e-02"
