@@ -149,7 +149,7 @@ _GPU = (
     "1x8192xH32:backward",
 )
 _CPU = ("1x1024xH4", "4x256xH4", "300+100+624xH4", "8x1xH4", "1x512xH2:backward")
-QUICK_HEADS = 32
+QUICK_HEADS, QUICK_TOKENS = 32, 8192
 
 
 def defaults(device_type: str) -> list[Shape]:
@@ -163,7 +163,7 @@ def defaults(device_type: str) -> list[Shape]:
 
 def quick(device_type: str) -> list[Shape]:
     """Prefill and decode of one number of heads (tuning for a backward pass takes too long)."""
-    shapes = [x for x in defaults(device_type) if not x.options]
+    shapes = [x for x in defaults(device_type) if not x.options and x.tokens <= QUICK_TOKENS]
     return [x for x in shapes if device_type != "cuda" or x.heads == QUICK_HEADS]
 
 
