@@ -50,35 +50,39 @@ def recurrence(
         cu_seqlens: boundaries of N sequences packed into a batch of 1.
 
     Returns:
-        o [B, T, HV, V], zero outside every sequence, and the final states [N, HV, K, V].
+        o [B, T, HV, V], zero outside every sequence, and the final states [N, HV, K, V]. Autograd
+        can follow it.
     """
     q, k, v, log_decay, beta = (x.double() for x in (q, k, v, log_decay, beta))
     if cu_seqlens is not None:
-        o = torch.zeros_like(v)
-        finals = []
+        pieces, finals = [], []
         for n, (start, end) in enumerate(pairwise(cu_seqlens)):
             before = None if initial_state is None else initial_state[n : n + 1]
-            o[:, start:end], final = recurrence(
+            piece, final = recurrence(
                 *(x[:, start:end] for x in (q, k, v, log_decay, beta)),
                 scale=scale,
                 initial_state=before,
             )
+            pieces.append(piece)
             finals.append(final)
-        return o, torch.cat(finals)
+        pieces.append(torch.zeros_like(v[:, cu_seqlens[-1] :]))
+        return torch.cat(pieces, dim=1), torch.cat(finals)
     group = v.shape[2] // q.shape[2]
     q, k = q.repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2)
     batch, _, heads, key_dim = k.shape
     state = v.new_zeros(batch, heads, key_dim, v.shape[-1])
     if initial_state is not None:
         state = state + initial_state.double()
-    o = torch.zeros_like(v)
-    for t in range(v.shape[1]):
-        state = log_decay[:, t, :, :, None].exp() * state
-        recalled = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        correction = beta[:, t, :, None] * (v[:, t] - recalled)
-        state = state + k[:, t, :, :, None] * correction[:, :, None, :]
-        o[:, t] = scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state)
-    return o, state
+    outputs = []
+    for q_t, k_t, v_t, g_t, beta_t in zip(
+        *(x.unbind(1) for x in (q, k, v, log_decay, beta)), strict=True
+    ):
+        state = g_t[..., None].exp() * state
+        recalled = torch.einsum("bhk,bhkv->bhv", k_t, state)
+        correction = beta_t[..., None] * (v_t - recalled)
+        state = state + k_t[..., None] * correction[..., None, :]
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q_t, state))
+    return (torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)), state
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -1,222 +1,198 @@
-"""The benchmark command on small sizes, and the progress report."""
+"""What the benchmark measures: shapes, inputs, references, and one case."""
 
 from __future__ import annotations
 
-import io
-import json
-import platform
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from benching import FakeGpu, Rival, make_case
 
-import flashkda
 from flashkda import cli
-from flashkda._progress import Progress
-from flashkda._selftest import recurrence
-from flashkda.bench import _decode, _forward, _gpu, _memory, _report
-from flashkda.bench._report import markdown_table
+from flashkda.bench import _cases, _devices, _measure
+from flashkda.bench._cases import Case, Shape, parse
+from flashkda.bench._inputs import Inputs, activated
+from flashkda.bench._reference import Reference, Result, reference
+from flashkda.bench._systems import Call, FlashKDA
 
-SMALL = [
-    "--tokens=128", "--memory-tokens=256", "--heads=1", "--dim=16", "--repeats=2", "--threads=1",
-]  # fmt: skip
-
-
-def right(*args: Tensor, output_final_state: bool) -> tuple[Tensor, Tensor]:
-    return recurrence(*args, scale=args[0].shape[-1] ** -0.5)
+# --- shapes --------------------------------------------------------------------------------------
 
 
-def wrong(*args: Tensor, output_final_state: bool) -> tuple[Tensor, Tensor]:
-    o, state = right(*args, output_final_state=output_final_state)
-    return o * 1.001, state
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("1x8192xH32", Shape("prefill", (8192,), False, 32)),
+        ("3x17xH1", Shape("prefill", (17,) * 3, False, 1)),
+        ("3x16xH1", Shape("decode", (16,) * 3, False, 1)),
+        ("1300+547xH8", Shape("prefill", (1300, 547), True, 8)),
+        ("256x1xH16:bf16:kv", Shape("decode", (1,) * 256, False, 16, True, False)),
+        ("2x1xH4:ready", Shape("decode", (1, 1), False, 4, is_ready=True)),
+        ("5+6xH4:backward", Shape("train", (5, 6), True, 4)),
+    ],
+)
+def test_shape_and_its_name(text: str, shape: Shape) -> None:
+    assert parse(text) == [shape]
+    assert shape.name == text
 
 
-def pretend_installed(monkeypatch: pytest.MonkeyPatch, version: str, module: Any) -> None:
-    monkeypatch.setattr(_forward.metadata, "version", lambda name: version)
-    monkeypatch.setattr(_forward, "import_module", lambda name: module)
+def test_shape_without_heads_takes_those_given() -> None:
+    assert [x.name for x in parse("1x64", [2, 8])] == ["1x64xH2", "1x64xH8"]
+    assert [x.name for x in parse("1x64xH4", [2, 8])] == ["1x64xH4"]
 
 
-def test_table_beside_a_rival(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("8192", "is no shape"),
+        ("1x8192xH", "is no shape"),
+        ("1x64", "no number of heads"),
+        ("0x64xH1", "at least 1"),
+        ("1x64xH0", "at least 1"),
+        ("1x64xH1:fast", "unknown option 'fast'"),
+        ("1x64xH1:bf16", "options of decoding"),
+    ],
+)
+def test_what_is_no_shape_is_said(
+    text: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = SimpleNamespace(naive_recurrent_kda=right, naive_chunk_kda=wrong)
-    pretend_installed(monkeypatch, "0.6.0", module)
-    threads = torch.get_num_threads()
-    assert cli.main(["bench", "cpu", *SMALL]) == 0
-    assert torch.get_num_threads() == threads
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if "|" in line]
-    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
-    assert cells["flashkda chunk_kda"][2] == "1.00x"
-    assert cells["fla-core 0.6.0 naive_recurrent_kda"][2].endswith("x")
-    # No time for a wrong result.
-    assert cells["fla-core 0.6.0 naive_chunk_kda"][:2] == ["-", "-"]
-    assert cells["fla-core 0.6.0 naive_chunk_kda"][2].startswith("wrong: error above")
-    assert cells["the inputs themselves"][1] == "1.00x"
-    assert float(cells["peak with inputs and output gradient"][1].removesuffix("x")) > 0
+    with pytest.raises(ValueError, match=reason):
+        parse(text)
+    assert cli.main(["bench", "--device=cpu", f"--shape={text}"]) == 2
+    assert reason in capsys.readouterr().err
 
 
-def test_json_and_a_missing_rival(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(name: str) -> str:
-        raise _forward.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(_forward.metadata, "version", missing)
-    assert cli.main(["bench", "cpu", "--json", "--gate=fast", *SMALL]) == 0
-    result = json.loads(capsys.readouterr().out)
-    ours, rival = result["forward"]
-    assert ours["error"] < _forward.ALLOWED_ERROR
-    assert ours["fastest_s"] <= ours["median_s"] <= ours["slowest_s"]
-    assert rival["median_s"] is None
-    assert "pip install fla-core==0.6.0" in rival["note"]
-    assert result["memory"]["inputs"] == 256 * (4 * 16 + 1) * 4
-    assert result["environment"]["threads"] == 1
+def test_default_shapes() -> None:
+    shapes = _cases.defaults("cuda")
+    assert len(set(shapes)) == len(shapes)
+    assert {x.group for x in shapes} == set(_cases.GROUPS)
+    heads = [x.heads for x in shapes]
+    assert heads == sorted(heads)  # those of one number come together
+    assert {x.heads for x in _cases.quick("cuda")} == {32}
+    assert {x.group for x in _cases.quick("cuda")} == {"prefill", "decode"}
+    assert set(_cases.quick("cpu")) < set(_cases.defaults("cpu"))
+    assert {x.heads for x in _cases.with_heads(shapes, [3, 5])} == {3, 5}
 
 
-def test_our_own_wrong_result_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = SimpleNamespace(naive_recurrent_kda=right, naive_chunk_kda=right)
-    pretend_installed(monkeypatch, "0.6.0", module)
-    monkeypatch.setattr(_forward, "chunk_kda", wrong)
-    assert cli.main(["bench", "cpu", *SMALL]) == 1
-    assert "wrong: error above" in capsys.readouterr().out
+def test_names_of_cases_are_names_of_files() -> None:
+    names = {Case(x, gate).name for x in _cases.defaults("cuda") for gate in _cases.GATES}
+    assert len(names) == 3 * len(_cases.defaults("cuda"))
+    assert not any(set(name) & set('/:*? "') for name in names)
 
 
-def test_memory_is_measured_in_a_fresh_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    peak = _memory.run(2048, 1, 64, "slow", 1)
-    assert peak.inputs == 2048 * (4 * 64 + 1) * 4
-    # The gradients alone are as large as the inputs.
-    assert peak.with_inputs > peak.above_inputs > peak.inputs
-    monkeypatch.setattr(sys, "argv", ["memory", "256", "1", "16", "slow", "2"])
-    assert _memory.main() == 0
-    assert json.loads(capsys.readouterr().out)["inputs"] == 256 * (4 * 16 + 1) * 4
+# --- the reference -------------------------------------------------------------------------------
 
 
-def test_memory_that_cannot_be_measured_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(RuntimeError, match="the measuring process ended with status"):
-        _memory.run(-1, 1, 16, "slow", 1)
-    with pytest.raises(OSError, match="has no VmNothing"):
-        _memory._resident("VmNothing")
+def test_gates_mean_what_they_say() -> None:
 
-    def fail(*args: object) -> _memory.Peak:
-        raise RuntimeError("no /proc here")
-
-    monkeypatch.setattr(_memory, "run", fail)
-    assert cli.main(["bench", "cpu", *SMALL]) == 0
-    assert "not measured: no /proc here" in capsys.readouterr().out
+    means = {}
+    for gate in _cases.GATES:
+        inputs = Inputs.draw(
+            make_case("1x400xH8", gate), torch.device("cpu"), torch.float32, 64, seed=0
+        )
+        means[gate] = float(activated(inputs)[3].mean())
+    assert means["fast"] == pytest.approx(-3.2, abs=0.2)
+    assert means["slow"] == pytest.approx(-0.13, abs=0.05)
+    assert abs(means["none"]) < 1e-11
 
 
-def test_peak_that_cannot_be_reset_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory, "_CLEAR_REFS", _memory._STATUS / "missing")
-    assert _memory._reset_peak() == "VmHWM since the start of the process"
+def drawn(text: str) -> tuple[Inputs, Reference, Result]:
+    inputs = Inputs.draw(make_case(text), torch.device("cpu"), torch.float32, 16, seed=0)
+    call = FlashKDA().bind(inputs)
+    return inputs, reference(inputs), call.read(call.run())
 
 
-def test_processor_name_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_report, "Path", lambda name: tmp_path / "missing")
-    assert _report.environment()["cpu"] == (platform.processor() or platform.machine())
+@pytest.mark.parametrize("text", ["1x40xH5", "7+0+20xH3", "2x1xH4:kv", "2x17xH3:backward"])
+def test_errors_of_right_results_are_small(text: str) -> None:
+    if "+0+" in text:
+        text = text.replace("+0+", "+1+")
+    _, right, got = drawn(text)
+    assert max(right.errors(got).values()) < 1e-5
 
 
-def test_markdown_table() -> None:
-    assert markdown_table(["a", "b"], [["long", "1"]]).splitlines() == [
-        "| a    | b |",
-        "|------|---|",
-        "| long | 1 |",
-    ]
+def test_errors_see_what_is_wrong() -> None:
+    _, right, got = drawn("1x40xH5")
+    assert right.heads == [0, 2, 4]
+    assert got.state is not None
+    assert right.errors(Result(got.out, None))["state"] == float("inf")
+    assert right.errors(Result(1.1 * got.out, got.state))["out"] == pytest.approx(0.1, rel=1e-3)
+    got.out[0, 3, 1, 2] = float("nan")  # of a head that isn't compared
+    assert right.errors(got)["out"] == float("inf")
+    _, right, got = drawn("1x20xH3:backward")
+    assert right.errors(Result(got.out))["gradients"] == float("inf")
+    assert got.gradients is not None
+    got.gradients["A_log"] *= 1.5
+    assert right.errors(got)["gradients"] == pytest.approx(0.5, rel=1e-3)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+# --- one case ------------------------------------------------------------------------------------
 
 
-def test_progress_draws_a_bar_on_a_terminal_and_clears_it() -> None:
-    stream = Terminal()
-    with Progress("work", 4, delay=0, stream=stream) as progress:
-        progress.advance(2)
-    assert "[###############...............] work 2/4" in stream.getvalue()
-    assert stream.getvalue().endswith("\r\x1b[K")
-    assert "\n" not in stream.getvalue()
+def measured(text: str, *rivals: Rival, device: _devices.Cpu | None = None) -> _measure.Record:
+    systems = [FlashKDA(), *rivals]
+    device = FakeGpu() if device is None else device
+    return _measure.measure(make_case(text), systems, device, repeats=3, dim=16)
 
 
-def test_progress_writes_a_line_now_and_then_elsewhere() -> None:
-    stream = io.StringIO()
-    with Progress("work", 4, delay=0, stream=stream) as progress:
-        for _ in range(4):
-            progress.advance()
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("work 1/4")
+def test_a_short_call_is_timed_in_a_graph_on_rotating_data() -> None:
+    device = FakeGpu()
+    row = measured("1x20xH2", device=device).rows[0]
+    assert row.method == "graph"
+    assert row.seconds == 3e-6
+    assert row.quartiles == (2e-6, 4e-6)
+    assert row.host_seconds is not None
+    assert row.first_call_seconds is not None
+    assert device.graphs == [_devices.CALLS]
+    device.cache_bytes = 0
+    measured("1x20xH2", device=device)
+    measured("2x1xH2:ready", device=device)  # never the same slots twice in a row
+    assert device.graphs[1:] == [1, 2]
+    assert measured("1x18xH2:backward").rows[0].peak_bytes == 2**21
 
 
-def test_progress_of_short_work_is_silent() -> None:
-    stream = Terminal()
-    with Progress("work", 4, stream=stream) as progress:
-        progress.advance(2)
-    assert stream.getvalue() == ""
+def test_a_call_that_cannot_be_captured_keeps_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FakeGpu, runs: object, repeats: int) -> list[float]:
+        raise RuntimeError("not capturable")
+
+    monkeypatch.setattr(FakeGpu, "graph_times", fail)
+    row = measured("1x20xH2").rows[0]
+    assert (row.method, row.seconds, row.note) == ("events", 30e-6, "")
 
 
-def gpu_command(monkeypatch: pytest.MonkeyPatch, errors: dict[str, float]) -> None:
-    """``bench gpu`` as on a machine with kernels, its measurements replaced."""
-    main = "flashkda.bench.__main__"
-    monkeypatch.setattr(f"{main}.backend", lambda device: flashkda.Backend("cuda", "a test"))
-    monkeypatch.setattr(f"{main}.torch.cuda.get_device_name", lambda: "a card")
-    rows = [_gpu.Row("1x8192 H96", gate, 0.5, 0.4, 0.6) for gate in ("fast", "slow")]
-    monkeypatch.setattr(_gpu, "errors", lambda: errors)
-    monkeypatch.setattr(
-        _gpu, "run", lambda shapes, repeats: (rows, {"chunk_kda": 12.5}, (0.5, 0.51))
-    )
-    decode = [_decode.Row("256 rows", 0.25, 0.2, 0.3, 2e12)]
-    monkeypatch.setattr(_decode, "run", lambda shapes, repeats: (decode, 4e12))
+def test_no_time_for_a_wrong_result() -> None:
+    rows = measured("1x20xH2", Rival("good"), Rival("bad", 1.1), Rival("nan", float("nan"))).rows
+    assert [row.seconds is None for row in rows] == [False, False, True, True]
+    assert rows[2].note == "wrong: out above 1.0e-05"
+    assert rows[2].errors["out"] == pytest.approx(0.1, rel=1e-3)
+    assert rows[3].errors["out"] == float("inf")
 
 
-def test_gpu_times_are_printed_beside_their_errors(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu_command(monkeypatch, {"fast": 3e-3, "slow": 4e-3})
-    assert cli.main(["bench", "gpu", "--quick"]) == 0
-    printed = capsys.readouterr().out
-    for text in ("a card", "0.5000", "0.4000 to 0.6000", "12.5 us", "fast gate 3.0e-03"):
-        assert text in printed
-    for text in ("256 rows", "0.2500", "0.2000 to 0.3000", "2.00", "50 %", "4.00 TB/s", "(+2.0 %)"):
-        assert text in printed
-    assert cli.main(["bench", "gpu", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["host_us"] == {"chunk_kda": 12.5}
-    assert result["decode"][0]["bytes_per_s"] == 2e12
-    assert result["copy_bytes_per_s"] == 4e12
-    assert [row["gate"] for row in result["forward"]] == ["fast", "slow"]
+def test_a_rival_that_fails_is_a_row_with_the_reason() -> None:
+    rows = measured("1x20xH2", Rival("bad", error=ValueError("no such\nkernel")), Rival()).rows
+    assert rows[1].note == "failed: ValueError: no such"
+    assert rows[2].seconds is not None
+    assert measured("5+6xH2", Rival()).rows[1].note == "packed is too hard"
 
 
-def test_no_time_of_decode_is_printed_for_a_wrong_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu_command(monkeypatch, {"fast": 3e-3, "slow": 4e-3})
+def test_a_device_beyond_use_ends_the_record() -> None:
+    device = FakeGpu()
 
-    def fails(shapes: object, repeats: int) -> None:
-        raise RuntimeError("256 rows: wrong outputs")
+    class Breaks(Rival):
+        def bind(self, inputs: Inputs) -> Call:
+            device.broken = True
+            return super().bind(inputs)
 
-    monkeypatch.setattr(_decode, "run", fails)
-    assert cli.main(["bench", "gpu"]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "256 rows: wrong outputs" in captured.err
+    record = measured("1x20xH2", Breaks(), Rival("later"), device=device)
+    assert [row.system.split()[0] for row in record.rows] == ["flashkda", "rival"]
+    assert record.rows[0].seconds is not None
+    assert "unusable" in record.rows[1].note
 
 
-@pytest.mark.parametrize("error", [0.1, float("nan")])
-def test_no_gpu_time_is_printed_for_a_wrong_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: float
-) -> None:
-    gpu_command(monkeypatch, {"fast": 3e-3, "slow": error})
-    assert cli.main(["bench", "gpu"]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "wrong results, no times" in captured.err
+def test_allowed_errors() -> None:
+    def ours(text: str, gate: str) -> dict[str, float]:
+        case = make_case(text, gate)
+        return _measure.allowed_errors(case, torch.bfloat16, is_ours=True)
+
+    assert ours("1x1024xH1", "fast") == {"out": 4.5e-3, "state": 2.5e-3}
+    assert ours("1x8192xH1", "none") == {"out": 5e-3, "state": 4e-3}
+    assert ours("1x1xH1", "none") == {"out": 3e-3, "state": 3e-3}
+    assert set(ours("1x64xH1:backward", "slow")) == {"out", "gradients"}
+    theirs = _measure.allowed_errors(make_case("1x64xH1"), torch.bfloat16, is_ours=False)
+    assert theirs == {"out": 1e-2, "state": 1e-2}

@@ -176,8 +176,7 @@ def test_demo_says_in_one_line_why_a_file_cannot_be_read(
         ["demo", "--dtype", "int8"],
         ["demo", "--device", "nowhere"],
         ["selftest", "--device", "nowhere"],
-        ["bench"],
-        ["bench", "cpu", "--tokens", "0"],
+        ["bench", "--shape", "many"],
     ],
     ids=" ".join,
 )
@@ -188,7 +187,7 @@ def test_bad_arguments_end_with_status_2(
     streams = capsys.readouterr()
     assert streams.out == ""
     assert "usage: flashkda" in streams.err
-    assert argv[-1:] == [] or argv == ["bench"] or argv[-1] in streams.err
+    assert argv[-1:] == [] or argv[-1] in streams.err
 
 
 @pytest.mark.parametrize("command", ["doctor", "selftest", "demo", "bench"])

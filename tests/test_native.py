@@ -608,12 +608,3 @@ def test_selftest_covers_the_kernels_where_they_serve(
     # The kernels of this test compute nothing, and the self-test must see it.
     assert cli.main(["selftest", "--device", "cpu"]) == 1
     assert len(served_everywhere) == len(kernels)
-
-
-def test_the_gpu_benchmark_needs_kernels(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = _backend.Backend("torch", "the reason of this test")
-    monkeypatch.setattr("flashkda.bench.__main__.backend", lambda device: refused)
-    assert cli.main(["bench", "gpu"]) == 1
-    assert "the reason of this test" in capsys.readouterr().err

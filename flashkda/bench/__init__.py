@@ -1,1 +1,1 @@
-"""Benchmarks. ``python -m flashkda.bench --help`` lists them."""
+"""Benchmarks that check every result before timing it: see ``flashkda bench --help``."""

@@ -1,17 +1,33 @@
-"""``python -m flashkda.bench cpu`` or ``gpu``: speed and memory, as a table or as JSON."""
+"""``flashkda bench``: speed, accuracy and memory beside what else is installed."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from flashkda._backend import backend
-from flashkda.bench import _decode, _forward, _gpu, _memory
-from flashkda.bench._report import environment, markdown_table
+from flashkda.bench import _cases, _memory, _plot, _report, _rivals, _session, _targets
+from flashkda.bench._cases import Case
+from flashkda.bench._devices import Device, open_device
+from flashkda.bench._inputs import DIM
+from flashkda.bench._measure import measure
+from flashkda.bench._session import Data
+from flashkda.bench._systems import FlashKDA, System
+
+_DESCRIPTION = """\
+Times prefill, decode and training beside other implementations that are installed, on the CUDA
+device if there is one. Every result is compared with a token recurrence in float64; a wrong one
+gets no time."""
+
+
+def _say(text: str) -> None:
+    print(f"flashkda bench: {text}", file=sys.stderr)
 
 
 def _positive(text: str) -> int:
@@ -21,145 +37,233 @@ def _positive(text: str) -> int:
     return value
 
 
+def _heads(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flashkda bench", description="Benchmarks that check every result before timing it."
+    parser = argparse.ArgumentParser(prog="flashkda bench", description=_DESCRIPTION)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--shape", action="append", default=[], help=f"may be repeated: {_cases.SYNTAX}"
     )
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    cpu = commands.add_parser(
-        "cpu",
-        help="forward beside fla-core's PyTorch references, and memory of forward and backward",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    what.add_argument("--heads", type=_heads, metavar="N,N...", help="numbers of heads instead")
+    what.add_argument(
+        "--group", action="append", choices=_cases.GROUPS, help="these only; may be repeated"
     )
-    cpu.add_argument("--tokens", type=_positive, default=4096, help="for speed")
-    cpu.add_argument("--memory-tokens", type=_positive, default=8192, help="for memory")
-    cpu.add_argument("--heads", type=_positive, default=4, help="heads")
-    cpu.add_argument("--dim", type=_positive, default=128, help="K and V")
-    cpu.add_argument("--threads", type=_positive, default=2, help="PyTorch threads")
-    cpu.add_argument("--repeats", type=_positive, default=5, help="times of each")
-    cpu.add_argument("--gate", choices=("slow", "fast"), default="slow", help="kind of log decay")
-    cpu.add_argument("--json", action="store_true", help="print JSON")
-    gpu = commands.add_parser(
-        "gpu",
-        help="CUDA kernels: device times of prefill and decode, host time of a call",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    what.add_argument(
+        "--gate", action="append", choices=_cases.GATES, help="may be repeated; default: all"
     )
-    gpu.add_argument("--quick", action="store_true", help="a few shapes")
-    gpu.add_argument("--repeats", type=_positive, default=20, help="times of each")
-    gpu.add_argument("--json", action="store_true", help="print JSON")
+    what.add_argument(
+        "--quick", action="store_true", help=f"prefill and decode of {_cases.QUICK_HEADS} heads"
+    )
+    what.add_argument("--no-rivals", action="store_true", help="flashkda alone")
+    what.add_argument(
+        "--targets",
+        action="store_true",
+        help="instead: what the kernels are meant to reach on an H200, and whether they do",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if there is one")
+    how.add_argument(
+        "--repeats", type=_positive, default=30, help="times of each (default: %(default)s)"
+    )
+    how.add_argument("--dim", type=_positive, default=DIM, help="K and V (default: %(default)s)")
+    how.add_argument("--threads", type=_positive, help="of PyTorch")
+    how.add_argument(
+        "--budget",
+        type=_positive,
+        metavar="SECONDS",
+        help="begin no case that would end later; with --output the same command goes on there",
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--output", type=Path, metavar="DIR", help="keep a file for each case; skip what is there"
+    )
+    results.add_argument("--json", action="store_true", help="print JSON, not Markdown")
+    results.add_argument(
+        "--plot", type=Path, metavar="DIR", help="measure nothing: tables and figures of a DIR"
+    )
+    results.add_argument(
+        "--figures", type=Path, metavar="DIR", help="where figures go (default: with the results)"
+    )
+    results.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="results of another run: say which times differ by over 5 %%, with status 1 if any",
+    )
+    results.add_argument("--commit", help="to be noted with the results; default: git's")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a benchmark; 0, or 1 when flashkda's own result is wrong, or 2 for bad arguments."""
+    """Runs the benchmark.
+
+    Status 0 is success; 1 a result of flashkda that is wrong or missing, a target missed, or a time
+    that another run did not have; 2 arguments that cannot be used.
+    """
+    parser = _parser()
+    threads = torch.get_num_threads()
     try:
-        args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        return _run(parser, args) if args.plot is None else _render(parser, args)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
-    if args.benchmark == "gpu":
-        return _gpu_main(args)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
-    try:
-        return _cpu(args)
     finally:
         torch.set_num_threads(threads)
 
 
-def _cpu(args: argparse.Namespace) -> int:
-    rows = _forward.run(args.tokens, args.heads, args.dim, args.gate, args.repeats)
-    peak: _memory.Peak | None = None
-    memory_note = ""
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        peak = _memory.run(args.memory_tokens, args.heads, args.dim, args.gate, args.threads)
-    except RuntimeError as error:
-        memory_note = f"not measured: {error}"
-    status = 1 if rows[0].median_s is None else 0
+        device = open_device(name)
+        cases = _chosen(args, device.device.type)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        parser.error(str(error).splitlines()[0])
+    if not cases:
+        parser.error("nothing to measure: no shape is of these groups")
+    served = backend(device.device)
+    _say(f"{device.device}, backend {served}")
+    if args.targets:
+        return _run_targets(args, device, served.name)
+    if device.device.type == "cpu":
+        _say(
+            "without a CUDA device it measures the PyTorch path beside the token recurrence in "
+            "float64: times, errors, and memory of a backward pass"
+        )
+    systems: list[System] = [FlashKDA()]
+    missing: dict[str, str] = {}
+    if not args.no_rivals:
+        found, missing = _rivals.find(device.device.type)
+        systems += found
+    there = _load(parser, args.output)
+    facts = _report.environment(device, args.commit)
+    facts |= {"dim": args.dim, "systems": [x.name for x in systems], "missing": missing}
+    problem = _session.conflict(there, facts)
+    if problem is not None:
+        parser.error(f"--output {args.output}: {problem}; take another folder")
+    outcome = _session.run(
+        cases,
+        _measure_with(systems, device, args, facts["copy_bytes_per_second"]),
+        facts,
+        done=there,
+        folder=args.output,
+        budget=args.budget,
+        wait=device.wait,
+    )
+    status = _publish(parser, args, outcome.records, missing, left=len(outcome.left))
+    if outcome.left:
+        why = outcome.problem or f"the budget of {args.budget} s is used"
+        there_is = "nothing was kept: give --output to be able to go on"
+        if args.output is not None:
+            there_is = "the same command goes on from there"
+        _say(f"{why}; {len(outcome.left)} cases are left, {there_is}")
+    return 1 if outcome.problem else status
 
+
+def _chosen(args: argparse.Namespace, device_type: str) -> list[Case]:
+    shapes = [y for x in args.shape for y in _cases.parse(x, args.heads or ())]
+    if not args.shape:
+        shapes = _cases.quick(device_type) if args.quick else _cases.defaults(device_type)
+        if args.heads:
+            shapes = _cases.with_heads(shapes, args.heads)
+    shapes = [x for x in dict.fromkeys(shapes) if not args.group or x.group in args.group]
+    gates = dict.fromkeys(args.gate or _cases.GATES)
+    return [Case(shape, gate) for shape in shapes for gate in gates]
+
+
+def _measure_with(
+    systems: Sequence[System], device: Device, args: argparse.Namespace, bandwidth: float
+) -> Callable[[Case], Data]:
+    def one(case: Case) -> Data:
+        record = measure(case, systems, device, repeats=args.repeats, dim=args.dim)
+        ours = record.rows[0]
+        if device.device.type == "cpu" and case.shape.group == "train" and not ours.note:
+            try:
+                threads = torch.get_num_threads()
+                ours.peak_bytes = _memory.run(case.shape.name, case.gate, args.dim, threads)
+            except RuntimeError as error:
+                _say(f"memory not measured: {error}")
+        return record.as_data() | {"floor_seconds": record.num_bytes / bandwidth}
+
+    return one
+
+
+def _load(parser: argparse.ArgumentParser, folder: Path | None) -> list[Data]:
+    try:
+        return [] if folder is None else _session.load(folder)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _publish(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    records: list[Data],
+    missing: dict[str, str],
+    *,
+    left: int = 0,
+) -> int:
+    """Prints results, writes what was asked for, and gives the status."""
+    text = _report.markdown(records, missing, left)
     if args.json:
-        result: dict[str, Any] = {
-            "environment": environment(),
-            "arguments": {key: value for key, value in vars(args).items() if key != "json"},
-            "forward": _forward.as_data(rows),
-            "memory": vars(peak) if peak else {"note": memory_note},
-        }
-        print(json.dumps(result, indent=2))
-        return status
-
-    shape = f"H={args.heads} K=V={args.dim} float32, {args.gate} gate"
-    print(", ".join(f"{key} {value}" for key, value in environment().items()))
-    print(f"\nForward, T={args.tokens} {shape}; {args.repeats} runs of each, in turns\n")
-    header = ["implementation", "median ms", "range", "time / flashkda", "error against float64"]
-    print(markdown_table(header, _forward.as_cells(rows)))
-    print(f"\nForward and backward, peak memory, T={args.memory_tokens} {shape}\n")
-    if peak is None:
-        print(memory_note)
-        return status
-    header = ["counted", "MiB", "multiple of the inputs"]
-    counted = {
-        "the inputs themselves": peak.inputs,
-        "peak above inputs and output gradient": peak.above_inputs,
-        "peak with inputs and output gradient": peak.with_inputs,
-    }
-    cells = [[k, f"{v / 2**20:.1f}", f"{v / peak.inputs:.2f}x"] for k, v in counted.items()]
-    print(markdown_table(header, cells))
-    print(f"\nRead from {peak.method}. The gradients of the inputs are part of the peak.")
+        print(json.dumps({"records": records, "missing": missing}, indent=2))
+    else:
+        print(text, end="")
+    folder = args.output or args.plot
+    if folder is not None and records:
+        (folder / "results.md").write_text(text, encoding="utf-8")
+    figures = args.figures or folder
+    if figures is not None:
+        try:
+            written = _plot.draw(records, figures)
+            _say(f"{len(written)} figures in {figures}")
+        except ImportError as error:
+            _say(str(error))
+    status = 0
+    if args.against is not None:
+        text, same = _report.repetition(records, _load(parser, args.against))
+        print(text, file=sys.stderr)
+        status = 0 if same else 1
+    for record in records:
+        if record["rows"][0]["seconds"] is None:
+            _say(f"flashkda has no right result for {record['case']}")
+            status = 1
     return status
 
 
-def _gpu_main(args: argparse.Namespace) -> int:
-    served = backend("cuda")
-    if served.name != "cuda":
-        print(f"flashkda bench gpu: {served.reason}", file=sys.stderr)
+def _render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    records = _load(parser, args.plot)
+    if not records:
+        parser.error(f"--plot {args.plot}: no records there")
+    records.sort(key=lambda x: (x["heads"], x["tokens"], x["case"]))
+    return _publish(parser, args, records, records[-1]["environment"]["missing"])
+
+
+def _run_targets(args: argparse.Namespace, device: Device, path: str) -> int:
+    if path != "cuda":
+        _say("targets are of the CUDA kernels")
         return 1
-    device = {"device": torch.cuda.get_device_name(), "torch CUDA": torch.version.cuda}
-    facts = environment() | device
-    errors = _gpu.errors()
-    wrong = {gate: x for gate, x in errors.items() if not x <= _gpu.ALLOWED_ERROR}
-    if wrong:
-        print(f"flashkda bench gpu: wrong results, no times: {wrong}", file=sys.stderr)
-        return 1
-    rows, host, checkpoints = _gpu.run(_gpu.QUICK if args.quick else _gpu.SHAPES, args.repeats)
-    try:
-        decode, copy = _decode.run(_decode.QUICK if args.quick else _decode.SHAPES, args.repeats)
-    except RuntimeError as error:
-        print(f"flashkda bench gpu: no times of decode: {error}", file=sys.stderr)
-        return 1
+    facts = _report.environment(device, args.commit)
+    found = _targets.figures(
+        device,
+        facts["copy_bytes_per_second"],
+        quick=args.quick,
+        repeats=args.repeats,
+        dim=args.dim,
+    )
     if args.json:
-        result = {
-            "environment": facts,
-            "errors": errors,
-            "forward": [vars(row) for row in rows],
-            "decode": [vars(row) for row in decode],
-            "copy_bytes_per_s": copy,
-            "checkpoints_ms": {"without": checkpoints[0], "with": checkpoints[1]},
-            "host_us": host,
-        }
-        print(json.dumps(result, indent=2))
-        return 0
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    print("\nForward, K=V=128 bfloat16, float32 state in and out; device time of a call\n")
-    header = ["shape", "gate", "median ms", "range"]
-    cells = [
-        [x.shape, x.gate, f"{x.median_ms:.4f}", f"{x.fastest_ms:.4f} to {x.slowest_ms:.4f}"]
-        for x in rows
-    ]
-    print(markdown_table(header, cells))
-    print(
-        f"\nDecode, K=V=128 bfloat16, in a pool; a copy of 1 GiB runs at {copy / 1e12:.2f} TB/s\n"
-    )
-    header = ["shape", "median ms", "range", "state TB/s", "share of a copy"]
-    print(markdown_table(header, _decode.as_cells(decode, copy)))
-    without, kept = checkpoints
-    print(
-        f"\nA checkpoint for each sequence of 8x2048 H16: {kept:.4f} ms instead of {without:.4f} "
-        f"({100 * (kept / without - 1):+.1f} %)"
-    )
-    print("\nHost time of an eager call, H4:")
-    for name, microseconds in host.items():
-        print(f"  {name}: {microseconds:.1f} us")
-    print("Error against float64: " + ", ".join(f"{k} gate {v:.1e}" for k, v in errors.items()))
-    return 0
+        figures = [asdict(x) | {"verdict": x.verdict} for x in found]
+        print(json.dumps({"environment": facts, "figures": figures}, indent=2))
+    else:
+        print(f"{_report.heading(facts)}\n\n{_targets.table(found)}")
+    failed = [x for x in found if x.fails]
+    for x in failed:
+        _say(f"{x.name}: {x.measured}, {x.target}: {x.verdict}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
