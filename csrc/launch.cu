@@ -1,12 +1,50 @@
 // Launches of one architecture: FLASHKDA_ARCH names its traits struct (arch.h).
 
+#include <algorithm>
+#include <limits>
+
 #include "arch.h"
-#include "launch_chunk.h"
+#include "launch_common.h"
 #include "prepare/kernel.cuh"
 #include "scan/kernel.cuh"
 
 namespace flashkda {
 namespace {
+
+constexpr size_t kMoreThanHalfOfAnSm = std::min(116 * 1024, FLASHKDA_ARCH::kSharedMemory);
+
+template <class Maps, class Kernel>
+Failure launch(Kernel* kernel,
+               dim3 grid,
+               int threads,
+               size_t shared_bytes,
+               bool overlaps_previous,
+               ChunkFwdParams const& params,
+               Maps const& maps,
+               int device,
+               cudaStream_t stream,
+               char const* what) {
+  static std::atomic<uint64_t> allowed{0};
+  size_t const limit = std::max(shared_bytes, kMoreThanHalfOfAnSm);
+  if (Failure f = allow_shared_memory(kernel, limit, device, allowed); !f.empty()) return f;
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = overlaps_previous ? 1 : 0;
+  return failure_of(what, cudaLaunchKernelEx(&config, kernel, params, maps));
+}
+
+Failure check_encoded() {
+  int const error = take_encode_error();
+  if (error == 0) return {};
+  return "a TMA descriptor could not be encoded (driver error " + std::to_string(error) + ")";
+}
 
 template <class Arch, int C, class GateT>
 Failure prepare_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
@@ -19,8 +57,8 @@ Failure prepare_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream)
   if (Failure f = check_encoded(); !f.empty()) return f;
   dim3 const grid(static_cast<unsigned>(num_slots<C>(p.num_tokens, p.num_seqs)),
                   static_cast<unsigned>(p.value_heads));
-  return launch<Arch>(prepare_kernel<Config>, grid, Config::kThreads, sizeof(PrepareStorage<Config>),
-                      /*overlaps_previous=*/false, p, maps, device, stream, "prepare");
+  return launch(prepare_kernel<Config>, grid, Config::kThreads, sizeof(PrepareStorage<Config>),
+                /*overlaps_previous=*/false, p, maps, device, stream, "prepare");
 }
 
 template <class Arch, int C, int kRowTiles, bool kKeeps>
@@ -32,15 +70,18 @@ Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
       make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_STORE{}, p.out, p.num_tokens, p.value_heads)};
   if (Failure f = check_encoded(); !f.empty()) return f;
   int64_t const ctas = int64_t{p.num_seqs} * p.value_heads * (kHeadDim / Config::kValues);
-  if (Failure f = check_grid(p, ctas, "scan"); !f.empty()) return f;
+  if (ctas > std::numeric_limits<int32_t>::max()) {
+    return "scan: " + std::to_string(p.num_seqs) + " sequences of " + std::to_string(p.value_heads) +
+           " value heads are more than a CUDA grid holds";
+  }
   dim3 const grid(static_cast<unsigned>(ctas));
   // With no more CTAs than SMs each should have an SM of its own, but a grid that starts while the
   // previous one drains fills the first free SM twice: take more than half of its shared memory.
   size_t const shared = sizeof(ScanStorage<Config>);
   bool const spread = static_cast<int>(grid.x) <= num_sms(device);
-  return launch<Arch>(scan_kernel<Config>, grid, Config::kThreads,
-                      spread ? std::max(shared, kMoreThanHalfOfAnSm<Arch>) : shared,
-                      /*overlaps_previous=*/true, p, maps, device, stream, "scan");
+  return launch(scan_kernel<Config>, grid, Config::kThreads,
+                spread ? std::max(shared, kMoreThanHalfOfAnSm) : shared,
+                /*overlaps_previous=*/true, p, maps, device, stream, "scan");
 }
 
 template <class Arch, int C, bool kKeeps>
@@ -67,9 +108,6 @@ Failure run(ChunkFwdParams const& p, int device, cudaStream_t stream) {
 template <class Arch>
 Failure launch_chunk_fwd(ChunkFwdParams const& p, int device, void* stream) {
   auto const s = static_cast<cudaStream_t>(stream);
-  if constexpr (Arch::kHasWgmma) {
-    if (is_fused(p)) return launch_fused<Arch>(p, device, s);
-  }
   return p.gate_is_bounded ? run<Arch, 32>(p, device, s) : run<Arch, 16>(p, device, s);
 }
 

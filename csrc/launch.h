@@ -10,19 +10,12 @@ namespace flashkda {
 // Empty: all went well. Else a sentence for the user.
 using Failure = std::string;
 
-// Instantiated in launch.cu, fused/launch.cu and decode/launch.cu, compiled once for each architecture.
-// `device` is current; `stream` is a stream of it.
+// Instantiated in launch.cu and decode/launch.cu, compiled once for each architecture. `device` is current;
+// `stream` is a stream of it.
 template <class Arch>
 Failure launch_chunk_fwd(ChunkFwdParams const& params, int device, void* stream);
 template <class Arch>
-Failure launch_fused(ChunkFwdParams const& params, int device, void* stream);
-template <class Arch>
 Failure launch_recurrent(RecurrentParams const& params, int device, void* stream);
-
-// Whether a device with wgmma runs prepare and scan as one kernel.
-inline bool is_fused(ChunkFwdParams const& p) {
-  return p.gate_is_bounded && p.gate != GateKind::kSoftplus && p.checkpoints.states.data == nullptr;
-}
 
 // Result of the last failed cuTensorMapEncodeTiled of this thread, 0 when none failed; resets it.
 int take_encode_error();

@@ -148,12 +148,6 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// A barrier among some of the warps of a CTA; barrier 0 is that of __syncthreads().
-template <int kBarrier>
-__device__ __forceinline__ void sync_threads(int threads) {
-  asm volatile("bar.sync %0, %1;" : : "n"(kBarrier), "r"(threads) : "memory");
-}
-
 // Everything that the previous kernel of the stream wrote is visible after this.
 __device__ __forceinline__ void wait_for_dependency() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

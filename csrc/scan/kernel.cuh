@@ -22,7 +22,6 @@ struct ScanConfig {
   static constexpr int kStages = C == 32 && kLarge ? 2 : 4;  // a power of two
   static constexpr int kCtasPerSm = kRowTiles == 2 ? 2 : 1;
   static_assert((kStages & (kStages - 1)) == 0);
-  __device__ static int thread() { return threadIdx.x; }
 };
 
 template <class Config>
@@ -154,7 +153,7 @@ __device__ __forceinline__ void load_stage(ScanStorage<Config>& smem,
                                            ScanItem const& item,
                                            int chunk) {
   constexpr int C = Config::C;
-  int const done = chunk * C, index = chunk % Config::kStages, warp = Config::thread() / 32;
+  int const done = chunk * C, index = chunk % Config::kStages, warp = threadIdx.x / 32;
   if (done >= item.tokens) return;
   auto& stage = smem.stage[index];
   uint64_t* const full = &smem.stage_full[index];
@@ -178,7 +177,7 @@ __device__ __forceinline__ void store_tail(
     bf16 const* out, ChunkFwdParams const& p, ScanItem const& item, int64_t token, int size) {
   constexpr int kPieces = Config::kValues / 8;
 #pragma unroll 1
-  for (int i = ptx::thread_anew() % Config::kThreads; i < size * kPieces; i += Config::kThreads) {
+  for (int i = ptx::thread_anew(); i < size * kPieces; i += Config::kThreads) {
     int const row = i / kPieces, piece = i % kPieces;
     auto const* from = reinterpret_cast<char const*>(out) + tile_offset<Config::C>(row, piece);
     auto* to = static_cast<bf16*>(p.out.data) + (token + row) * p.out.row_stride + item.head * kHeadDim +
@@ -193,9 +192,9 @@ __device__ __forceinline__ void fill_outputs(
     ChunkFwdParams const& p, ScanItem const& item, int64_t token, int64_t end, int value) {
   constexpr int kPieces = Config::kValues / 8;
 #pragma unroll 1
-  for (token += Config::thread() / kPieces; token < end; token += Config::kThreads / kPieces) {
+  for (token += threadIdx.x / kPieces; token < end; token += Config::kThreads / kPieces) {
     auto* const to = static_cast<bf16*>(p.out.data) + token * p.out.row_stride + item.head * kHeadDim +
-                     item.values + Config::thread() % kPieces * 8;
+                     item.values + threadIdx.x % kPieces * 8;
     *reinterpret_cast<int4*>(to) = {value, value, value, value};
   }
 }
@@ -210,8 +209,7 @@ __device__ __forceinline__ void clear_padding(ChunkFwdParams const& p, ScanItem 
 // A sequence that is padding, or whose slots are outside their pool.
 template <class Config>
 __device__ __forceinline__ void skip_sequence(ChunkFwdParams const& p, ScanItem const& item, Fate fate) {
-  if (Config::thread() == 0)
-    ptx::wait_for_dependency();  // whoever waits for this kernel waits for prepare too
+  if (threadIdx.x == 0) ptx::wait_for_dependency();  // whoever waits for this kernel waits for prepare too
   int const value = fate == Fate::kBroken ? 0x7fff7fff : 0;  // NaN
   fill_outputs<Config>(p, item, item.start, item.start + item.tokens, value);
   if (p.final_place != FinalPlace::kDense) return;
@@ -229,7 +227,7 @@ __device__ __forceinline__ void scan_sequence(ScanStorage<Config>& smem,
                                               ScanMaps<Config> const& maps,
                                               ScanItem const& item) {
   constexpr int C = Config::C;
-  int const warp = Config::thread() / 32;
+  int const warp = threadIdx.x / 32;
   bool const elected = (threadIdx.x & 31) == 0;
   Route const from = route_of(p, item.seq);
   if (from.fate != Fate::kRuns) {

@@ -151,7 +151,7 @@ __device__ __forceinline__ void advance(StateRows (&state)[Config::kRowTiles],
 // The warp's row tile m, in units of 16 rows of the CTA's values.
 template <class Config>
 __device__ __forceinline__ int row_tile(int m) {
-  return Config::thread() / 32 * Config::kRowTiles + m;
+  return threadIdx.x / 32 * Config::kRowTiles + m;
 }
 
 // Shared address of the lane's row of the four 8x8 pieces that hold 16 tokens of 16 rows of V.
