@@ -21,7 +21,8 @@ class Cuda:
     has_graphs = True
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = self.device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         self.cache_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(max(self.cache_bytes, 2**28), dtype=torch.int8, device=device)
