@@ -31,7 +31,8 @@ cd "$scratch/cwd"  # outside the root: inside it, ./flashkda would shadow the wh
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device")'
 
 doctor() {
-  "$python" -m flashkda doctor && "$python" -m flashkda selftest
+  "$python" -m flashkda doctor && "$python" -m flashkda selftest &&
+    "$python" -m flashkda demo --device cuda --dtype bfloat16
 }
 
 tests() {
