@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from benching import recorded
-from troubleshooting import FIGURES
+from documents import FIGURES
 
 import flashkda
 from flashkda import cli

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
-FIGURES = ("accuracy-prefill-out", "time-against-tokens-H32", "roofline-prefill", "roofline-decode")
-"""Those of ``flashkda bench`` that ``csrc/figures`` holds, once they are measured."""
+from documents import README
+
 HEAD = "| message | cause | cure |"
 
 
