@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a CUDA device: GPU tests, sanitizers, timings. Ends with a short table; fails if a part did.
 # Usage: bash ci/gpu.sh WHEEL [--quick|--full|PART...]    PARTs: doctor tests memcheck racecheck synccheck
-#   initcheck bench; --full (the default) is all of them, --quick the first three and a short bench.
+#   initcheck bench shapes; --full (the default) is all of them but shapes, --quick the first three and a short bench.
 # PYTHON names an interpreter with a CUDA torch, pip, and for the tests pytest (default: python3).
 # Such machines often have no network and a torch that must not be touched, so the wheel goes into a
 # folder of its own, without its dependencies; nothing is compiled. Packages that some tests need, and skip
@@ -31,7 +31,8 @@ cd "$scratch/cwd"  # outside the root: inside it, ./flashkda would shadow the wh
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device")'
 
 doctor() {
-  "$python" -m flashkda doctor && "$python" -m flashkda selftest
+  "$python" -m flashkda doctor && "$python" -m flashkda selftest &&
+    "$python" -m flashkda demo --device cuda --dtype bfloat16
 }
 
 tests() {
@@ -66,15 +67,22 @@ initcheck() { sanitizer initcheck; }
 bench() {
   local code=0
   "$python" -m flashkda bench --targets ${bench_options[@]+"${bench_options[@]}"} || code=$?
-  [ ! -d "$rivals" ] || "$python" -m flashkda.bench --quick || code=$?
+  [ ! -d "$rivals" ] || "$python" -m flashkda bench --quick --output quick || code=$?
   return $code
+}
+
+# Every shape, with figures, in build/full: in several runs, each of which goes on where the last one stopped.
+shapes() {
+  mkdir -p "$root/build"
+  cd "$root/build"
+  "$python" -m flashkda bench --output full --budget 450
 }
 
 status=0
 table=()
 for part in "${parts[@]}"; do
   case $part in
-    doctor | tests | memcheck | racecheck | synccheck | initcheck | bench) ;;
+    doctor | tests | memcheck | racecheck | synccheck | initcheck | bench | shapes) ;;
     *) echo "ci/gpu.sh: no part is called $part" >&2; exit 2 ;;
   esac
   echo "== $part"

@@ -14,4 +14,7 @@ bash ci/build_wheel.sh "$venv/bin/python"
 
 "$venv/bin/flashkda" doctor
 "$venv/bin/flashkda" demo
+if "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  "$venv/bin/flashkda" demo --device cuda --dtype bfloat16
+fi
 echo "flashkda is installed in $venv: source $venv/bin/activate"

@@ -62,7 +62,7 @@ install() {
   before=$(torch_version "$python")
   "$python" -m pip install --quiet --no-cache-dir "$wheel[test]"
   [ "$(torch_version "$python")" = "$before" ] || { echo "the wheel replaced torch $before" >&2; return 1; }
-  cp -r "$root"/{pyproject.toml,README.md,.github,csrc,ci,recipe,tests} "$room/source"  # without flashkda
+  cp -r "$root"/{pyproject.toml,README.md,CHANGELOG.md,LICENSE,.github,csrc,ci,recipe,tests} "$room/source"  # without flashkda
   mkdir -m 555 "$room/home"
   mkdir -m 777 "$room/tmp"
   chmod -R a+rX "$room"

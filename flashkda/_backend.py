@@ -12,7 +12,13 @@ from . import _native
 
 
 class Backend(NamedTuple):
-    """An implementation and a sentence that says why it, and not the other, is used."""
+    """An implementation and a sentence that says why it, and not the other, is used.
+
+    Example:
+        >>> import flashkda
+        >>> print(flashkda.Backend("torch", "the call asks for it"))
+        torch: the call asks for it
+    """
 
     name: str
     """``"cuda"`` (the native kernels) or ``"torch"`` (the PyTorch path)."""

@@ -16,6 +16,12 @@ class LayerState:
         conv: the last W - 1 inputs of the three convolutions, for q, k and v [N, W - 1, channels];
             empty without short convolutions.
         seen_tokens: positions consumed so far, padding included.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.nn import LayerState
+        >>> LayerState(torch.zeros(1, 2, 32, 32), conv=(), seen_tokens=0).recurrent.dtype
+        torch.float32
     """
 
     recurrent: Tensor
@@ -28,6 +34,17 @@ class KDACache:
 
     The size does not depend on the number of tokens. States computed while gradients are recorded
     stay attached to the graph; :meth:`detach_` cuts them off.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.nn import KDACache, KimiDeltaAttention
+        >>> layer = KimiDeltaAttention(hidden_size=32, num_heads=2, head_dim=16, layer_idx=0)
+        >>> with torch.no_grad():
+        ...     _, _, cache = layer(torch.randn(3, 5, 32), None, KDACache(), use_cache=True)
+        >>> cache
+        KDACache(seen_tokens={0: 5})
+        >>> cache.select(torch.tensor([2, 2])).get(0).recurrent.shape  # a fork of one sequence
+        torch.Size([2, 2, 16, 16])
     """
 
     def __init__(self) -> None:

@@ -56,6 +56,14 @@ class ShortConvolution(nn.Module):
         bias: whether there is a bias per channel.
         device: where the parameters live.
         dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.nn import ShortConvolution
+        >>> conv = ShortConvolution(8, kernel_size=4)
+        >>> y, state = conv(torch.randn(2, 5, 8))
+        >>> y.shape, state.shape
+        (torch.Size([2, 5, 8]), torch.Size([2, 3, 8]))
     """
 
     def __init__(
@@ -105,6 +113,9 @@ class ShortConvolution(nn.Module):
         Returns:
             Outputs [B, T, D] and the new state [N, W - 1, D]. With ``cu_seqlens``, outputs of rows
             past its end mean nothing.
+
+        Raises:
+            ValueError: the state has another shape.
         """
         rows = None
         if cu_seqlens is not None:

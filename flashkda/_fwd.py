@@ -51,18 +51,31 @@ def fwd(
         lower_bound: in [-5, 0), or None for the softplus gate.
         initial_state: ``[N, HV, V, K]`` float32 or bfloat16 (float64 with float64 inputs). Default:
             zeros.
-        final_state: the same, written; of a dtype of its own; may be ``initial_state``.
+        final_state: ``[N, HV, V, K]``, written; of a dtype of its own; may be ``initial_state``.
         cu_seqlens: ``[N + 1]`` int32 or int64 on q's device, with B = 1.
-        workspace: scratch memory, as for :func:`flashkda.chunk_kda`.
+        workspace: uint8 scratch memory ``[bytes]``, as for :func:`flashkda.chunk_kda`.
         checkpoint_states: ``[M, HV, V, K]``, written: states inside the sequences, as for
             :func:`flashkda.chunk_kda`; so are the next two.
-        checkpoint_offsets: tokens from the start of a sequence, multiples of 16; 0 is none.
-        checkpoint_indices: slots of ``checkpoint_states``.
+        checkpoint_offsets: ``[N]`` or ``[N, P]``, or an int: tokens from the start of a sequence,
+            multiples of 16; 0 is none.
+        checkpoint_indices: slots of ``checkpoint_states``, in the shape of the offsets.
 
     Raises:
         ValueError: as :func:`flashkda.chunk_kda`; also when an input requires grad.
         TypeError: as :func:`flashkda.chunk_kda`.
         RuntimeError: the launch of a kernel fails.
+
+    Example:
+        >>> import torch, flashkda
+        >>> q, k, v, g = (torch.randn(1, 20, 2, 32) for _ in range(4))
+        >>> out, state = torch.empty_like(v), torch.empty(1, 2, 32, 32)
+        >>> A_log, dt_bias = torch.zeros(2), torch.zeros(2, 32)
+        >>> flashkda.fwd(
+        ...     q, k, v, g, torch.randn(1, 20, 2), 32**-0.5, out, A_log, dt_bias, -5.0,
+        ...     final_state=state,
+        ... )
+        >>> bool(out.isfinite().all()), bool(state.isfinite().all())
+        (True, True)
     """
     others = (k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
     flags = ("fwd", A_log is None, dt_bias is None, scale, lower_bound)

@@ -34,6 +34,13 @@ class GatedRMSNorm(nn.Module):
         eps: added to the mean square.
         device: where the weight lives.
         dtype: of the weight.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.nn import GatedRMSNorm
+        >>> norm = GatedRMSNorm(8)
+        >>> norm(torch.ones(2, 8), torch.zeros(2, 8))[0, 0].item()  # sigmoid(0)
+        0.49999...
     """
 
     def __init__(
@@ -53,7 +60,15 @@ class GatedRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalises ``x`` [..., D] and multiplies by sigmoid(``gate``) [..., D]."""
+        """Normalises, then gates.
+
+        Args:
+            x: inputs [..., D].
+            gate: logits [..., D].
+
+        Returns:
+            Outputs [..., D] in the dtype of ``x``.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         y = F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
         return (y * gate.to(wide).sigmoid()).to(x.dtype)
@@ -61,6 +76,9 @@ class GatedRMSNorm(nn.Module):
 
 class KimiDeltaAttention(nn.Module):
     """Kimi Delta Attention: projections, short convolutions, gate, delta rule, gated norm.
+
+    The layer of arXiv 2510.26692, with the parameters of the one in flash-linear-attention. The
+    delta rule is :func:`flashkda.chunk_kda`.
 
     Args:
         hidden_size: width D of the input and the output.
@@ -80,6 +98,17 @@ class KimiDeltaAttention(nn.Module):
         norm_eps: epsilon of the output norm.
         device: where the parameters live.
         dtype: of the parameters; ``A_log`` and ``dt_bias`` are float32 unless it is float64.
+
+    Raises:
+        ValueError: sizes that don't fit each other, or are out of range.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.nn import KimiDeltaAttention
+        >>> layer = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32)
+        >>> y, _, _ = layer(torch.randn(1, 10, 64))
+        >>> y.shape
+        torch.Size([1, 10, 64])
     """
 
     def __init__(
@@ -210,6 +239,12 @@ class KimiDeltaAttention(nn.Module):
         Returns:
             Outputs [B, T, D], None in place of attention weights, and the cache: the one that was
             written with ``use_cache``, else ``past_key_values``.
+
+        Raises:
+            ValueError: a shape is wrong, a cache without ``layer_idx``, or a mask with
+                ``cu_seqlens``.
+            TypeError: the cache is no :class:`KDACache`, or a table has another dtype.
+            NotImplementedError: ``output_attentions`` is asked for.
         """
         self._check_inputs(
             hidden_states, attention_mask, past_key_values, use_cache, output_attentions, cu_seqlens

@@ -119,7 +119,7 @@ def chunk_kda(
             ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` of the one batch row. Starts at 0, never
             decreases (sequences may be empty), ends at most at T. The PyTorch path checks this
             (which on a GPU waits for it); kernels do not, and other values are undefined there.
-        cu_seqlens_cpu: the same values on the CPU; saves the PyTorch path that wait.
+        cu_seqlens_cpu: ``[N + 1]``, the same values on the CPU; saves the PyTorch path that wait.
         cp_context: not offered.
         use_graph: accepted; ``cu_seqlens`` may be padded with empty sequences, always.
         max_num_seqs: with ``use_graph``, the N that ``cu_seqlens`` is padded to.
@@ -366,7 +366,7 @@ def fused_recurrent_kda(
         v: ``[B, T, HV, V]``.
         g: ``[B, T, HV, K]``.
         beta: ``[B, T, HV]``.
-        initial_state: ``[N, HV, K, V]``, or a pool.
+        initial_state: ``[N, HV, K, V]`` float32 or bfloat16, or a pool.
         output_final_state: return the final states ``[N, HV, K, V]`` (those of padded sequences are
             zeros). Implied by ``inplace_final_state``.
         inplace_final_state: overwrite ``initial_state``, and return it. Default: True for a pool,

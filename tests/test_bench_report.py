@@ -8,9 +8,11 @@ import platform
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from benching import recorded
+from documents import FIGURES
 
 import flashkda
 from flashkda import cli
@@ -50,6 +52,86 @@ def test_tables_and_figures_from_records(
         "roofline-train.png", "accuracy-train-out.png", "accuracy-train-gradients.png",
     }  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.iterdir())
+
+
+def drawn(records: list[dict[str, Any]], name: str) -> tuple[list[Any], list[str]]:
+    """The panels of a figure, and what its legend says."""
+    pytest.importorskip("matplotlib")
+    figure = _plot.plan(records)[name]()
+    (legend,) = figure.legends
+    return figure.axes, [x.get_text() for x in legend.get_texts()]
+
+
+def test_curves_have_a_panel_for_each_gate_and_a_line_for_each_system() -> None:
+    records = [
+        recorded("1x512xH32", 1e-4, 2e-4),
+        recorded("1x8192xH32", 5e-4, None),
+        recorded("1x512xH32", 1e-4, 3e-4, gate="slow"),
+        recorded("1x8192xH32", 5e-4, 7e-4, gate="slow"),
+    ]
+    panels, legend = drawn(records, "time-against-tokens-H32")
+    assert [x.get_title() for x in panels] == ["fast gate", "slow gate, that of a fresh layer"]
+    assert legend == ["system 0", "system 1", "a copy of the bytes"]
+    fast, slow = [[line.get_xydata().tolist() for line in x.lines] for x in panels]
+    floor = [[512.0, 0.025], [8192.0, 0.025]]
+    assert fast == [[[512, 0.1], [8192, 0.5]], [[512, 0.2]], floor]
+    assert slow[1] == [[512, pytest.approx(0.3)], [8192, pytest.approx(0.7)]]
+    for panel in panels:
+        assert [x.get_text() for x in panel.get_xticklabels()] == ["512", "8K"]
+        assert (panel.get_xlabel(), panel.get_xscale(), panel.get_yscale()) == (
+            "tokens T", "log", "log",
+        )  # fmt: skip
+    assert panels[0].get_ylabel() == "time of a call (ms)"
+
+
+def test_bars_have_a_group_for_each_shape_and_a_cross_for_what_is_wrong() -> None:
+    records = [
+        recorded("1x512xH32", 1e-4, 2e-4),
+        recorded("300+212xH32", 5e-4, None, error=9.0),
+    ]
+    for name, widths in (
+        ("roofline-prefill", [25.0, 12.5, 5.0]),
+        ("accuracy-prefill-out", [1.0, 1.0, 9000.0]),
+    ):
+        (panel,), legend = drawn(records, name)
+        assert [x.get_width() for x in panel.patches] == pytest.approx(widths)
+        assert [x.get_text() for x in panel.get_yticklabels()] == ["1x512xH32", "2 packed, 512xH32"]
+        crosses = [x for x in panel.lines if x.get_marker() == "x"]
+        assert len(crosses) == 1
+        assert legend == ["system 0", "system 1", "wrong, or not served"]
+        assert panel.get_xlim()[0] == 0
+    _, legend = drawn(records[:1], "roofline-prefill")
+    assert legend == ["system 0", "system 1"]
+
+
+def test_nothing_of_a_figure_lies_over_its_other_parts() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    names = ("flashkda", "fla-core 0.6.0", "flash_kda 0.0.1", "nvidia-cudnn-frontend 1.32.0")
+    records = [
+        recorded(shape, 1e-4, 2e-4, 3e-4, None, gate=gate)
+        for shape in ("1x512xH32", "1x8192xH32", "1x1xH32", "256x1xH32")
+        for gate in ("fast", "slow", "none")
+    ]
+    for record in records:
+        for row, name in zip(record["rows"], names, strict=True):
+            row["system"] = name
+    for name in FIGURES:
+        figure = _plot.plan(records)[name]()
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        panels = [x.get_tightbbox(renderer) for x in figure.axes]
+        others = [figure.legends[0].get_window_extent(renderer)]
+        others.append(figure._suptitle.get_window_extent(renderer))
+        boxes = [*panels, *others]
+        assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)], name
+        for box in boxes:
+            assert box.x0 >= 0, name
+            assert box.y0 >= 0, name
+            assert box.x1 <= figure.bbox.x1, name
+            assert box.y1 <= figure.bbox.y1, name
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

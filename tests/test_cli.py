@@ -120,6 +120,23 @@ def test_demo_agrees(options: list[str], text: Path, capsys: pytest.CaptureFixtu
     assert "DISAGREES" not in printed
 
 
+def test_demo_runs_as_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def record(*arguments: object) -> int:
+        calls.append(arguments)
+        return len(calls) - 1
+
+    monkeypatch.setattr(cli, "_device", lambda parser, name: torch.device(name))
+    monkeypatch.setattr(_demo, "main", record)
+    assert cli.main(["demo", "--device", "cuda", "--dtype", "bfloat16"]) == 0
+    assert cli.main(["demo", "a.txt", "--tokens", "9000", "--gate", "softplus"]) == 1
+    assert calls == [
+        (None, 8192, torch.device("cuda"), torch.bfloat16, -5.0),
+        (Path("a.txt"), 9000, torch.device("cpu"), torch.float32, None),
+    ]
+
+
 @pytest.mark.usefixtures("small_demo")
 def test_demo_fails_when_decode_is_wrong(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

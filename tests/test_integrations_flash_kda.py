@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import importlib.util
 import inspect
@@ -119,7 +118,3 @@ def test_a_gpu_without_kernels_is_said(
     finally:
         door.uninstall()
     assert "flash_kda is on the PyTorch path on this GPU: too old" in caplog.text
-
-
-def test_the_docstrings_examples() -> None:
-    assert doctest.testmod(door).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import subprocess
 import sys
 
@@ -151,7 +150,3 @@ def test_packed_rows_that_do_not_match_the_states(width: int, shape: tuple[int, 
 @pytest.mark.parametrize("gate", ["slow", "softplus"])
 def test_speculative_decode(gate: str) -> None:
     contracts.check_vllm_speculative(vllm.speculative_decode, "cpu", gate=gate)
-
-
-def test_the_docstrings_examples() -> None:
-    assert doctest.testmod(vllm).failed == 0

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import README, reached
 from packaging.requirements import Requirement
 
 import flashkda
@@ -102,27 +103,15 @@ def test_publishing_needs_no_token() -> None:
     assert "secrets." not in workflow
 
 
-def reached(path: str) -> set[str]:
-    """The scripts in ci/ that a file runs, directly or through others."""
-    found: set[str] = set()
-    new = {path}
-    while new:
-        text = (TREE / new.pop()).read_text(encoding="utf-8")
-        new |= set(re.findall(r"bash (ci/\w+\.sh)", re.sub(r"#.*", "", text))) - found
-        found |= new
-    return found
-
-
 def test_readme_says_what_ci_runs() -> None:
     """Of each script that builds or checks something."""
-    readme = (TREE / "README.md").read_text(encoding="utf-8")
     here, github = reached("ci/test.sh"), reached(".github/workflows/ci.yml")
     where = {
         script: "on GitHub" if script in github - here else "yes" if script in here else "no"
         for script in (f"ci/{x.name}" for x in (TREE / "ci").glob("*.sh"))
         if re.match(r"ci/(build|check|test)_", script)
     }
-    rows = re.findall(r"^\| .*?`(?:bash )?(ci/\w+\.sh)\b(?! -C).*\| (.+) \|$", readme, re.MULTILINE)
+    rows = re.findall(r"^\| .*?`(?:bash )?(ci/\w+\.sh)\b(?! -C).*\| (.+) \|$", README, re.MULTILINE)
     said = {"before a release": "no", "without": "yes", "one row; all for a release": "yes"}
     assert {script: said.get(cell, cell) for script, cell in rows if script in where} == where
 

@@ -45,7 +45,13 @@ Verdict = tuple[bool, str | None]
 
 
 class Status(NamedTuple):
-    """What became of the calls of one function of fla since it was first enabled."""
+    """What became of the calls of one function of fla since it was first enabled.
+
+    Example:
+        >>> from flashkda.integrations import fla
+        >>> fla.Status(served=2, declined={"float64 inputs": 1}).served
+        2
+    """
 
     served: int
     """Calls that flashkda ran."""
@@ -388,6 +394,18 @@ def enable() -> None:
     Raises:
         ImportError: fla-core is not installed, does not import, or is older than 0.5.1.
         RuntimeError: fla was imported with ``FLA_DISABLE_BACKEND_DISPATCH=1``.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import fla
+        >>> fla.enable()
+        >>> from fla.ops.kda import chunk_kda
+        >>> before = fla.status()["chunk_kda"].served
+        >>> x = torch.randn(1, 20, 2, 32)
+        >>> o, _ = chunk_kda(x, x, x, -x.abs(), x[..., 0].sigmoid())
+        >>> fla.status()["chunk_kda"].served - before
+        1
+        >>> fla.disable()
     """
     global _is_enabled
     if not _functions:
@@ -396,11 +414,25 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Lets fla choose among its own backends again; :func:`enable` undoes it."""
+    """Lets fla choose among its own backends again; :func:`enable` undoes it.
+
+    Example:
+        >>> from flashkda.integrations import fla
+        >>> fla.enable()
+        >>> fla.disable()
+    """
     global _is_enabled
     _is_enabled = False
 
 
 def status() -> dict[str, Status]:
-    """Calls served and declined, by the name of fla's function; empty before :func:`enable`."""
+    """Calls served and declined, by the name of fla's function; empty before :func:`enable`.
+
+    Example:
+        >>> from flashkda.integrations import fla
+        >>> fla.enable()
+        >>> sorted(fla.status())
+        ['chunk_kda', 'fused_recurrent_kda_fwd']
+        >>> fla.disable()
+    """
     return {name: Status(x.served, dict(x.declined)) for name, x in _functions.items()}

@@ -59,12 +59,22 @@ def fwd(
         dt_bias: ``[HV, K]`` or ``[HV * K]``, any floating dtype.
         lower_bound: in [-5, 0]. At 0 nothing decays.
         initial_state: ``[N, HV, V, K]`` float32 or bfloat16. Default: zeros.
-        final_state: the same, written; of a dtype of its own.
+        final_state: ``[N, HV, V, K]``, written; of a dtype of its own.
         cu_seqlens: ``[N + 1]`` int32 or int64 on q's device, with B = 1.
 
     Raises:
         ValueError: as :func:`flashkda.fwd`.
         TypeError: as :func:`flashkda.fwd`.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import flash_kda
+        >>> x = torch.randn(1, 20, 2, 32, dtype=torch.bfloat16)
+        >>> out = torch.empty_like(x)
+        >>> A_log, dt_bias = torch.zeros(2), torch.zeros(2, 32)
+        >>> flash_kda.fwd(x, x, x, x, x[..., 0], 32**-0.5, out, A_log, dt_bias, -5.0)
+        >>> bool(out.isfinite().all())
+        True
     """
     where = _serving.parameters(A_log, dt_bias)
     if lower_bound == 0:  # FlashKDA allows it: the gate is 0 * sigmoid(...)
@@ -142,7 +152,12 @@ def install(*, replace: bool = False) -> ModuleType:
 
 
 def uninstall() -> None:
-    """Takes the module away again, if it is still ours."""
+    """Takes the module away again, if it is still ours.
+
+    Example:
+        >>> from flashkda.integrations import flash_kda
+        >>> flash_kda.uninstall()  # does nothing where there is none
+    """
     global _installed
     if _installed is not None and sys.modules.get(NAME) is _installed:
         del sys.modules[NAME]

@@ -66,14 +66,14 @@ def extend(
         cache_indices: ``[N]`` int32 or int64, the slot of each sequence; below 0: a pad.
         query_start_loc: ``[N + 1]`` int32 or int64.
         scale: default ``K ** -0.5``.
-        extend_seq_lens_cpu: lengths on the host. The longest chooses between kernels for prefill
-            and for a few tokens, and sizes the plan's table.
-        extend_prefix_lens: not needed: the slot of a request without a prefix holds zeros.
+        extend_seq_lens_cpu: ``[N]``, lengths on the host. The longest chooses between kernels for
+            prefill and for a few tokens, and sizes the plan's table.
+        extend_prefix_lens: ``[N]``, not needed: the slot of a request without a prefix holds zeros.
         is_spec_decode: not needed.
         track_state: ``[N, H, V, K]``, written.
         track_chunk_idx: ``[N]`` int32 or int64: the state after 64 times so many tokens goes to row
             n of ``track_state``. 0 or less, or past the end: row n stays as it is.
-        state_checkpoints: the pool of the plan. Default: ``ssm_states``.
+        state_checkpoints: ``[M, H, V, K]``, the pool of the plan, written. Default: ``ssm_states``.
         state_checkpoint_cu_starts: ``[N + 1]`` int64: the plan's entries of sequence n.
         state_checkpoint_indices: ``[P]`` int32: the slot for the state after 64, 128, ... tokens of
             a sequence; below 0: not kept.
@@ -87,6 +87,19 @@ def extend(
     Raises:
         ValueError: both kinds of tracking at once; and as :func:`flashkda.chunk_kda`.
         TypeError: as :func:`flashkda.chunk_kda`.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import sglang
+        >>> q, k, v, g = (torch.randn(1, 30, 2, 128).bfloat16() for _ in range(4))
+        >>> beta, pool = torch.randn(1, 30, 2).bfloat16(), torch.zeros(4, 2, 128, 128)
+        >>> o = sglang.extend(
+        ...     q, k, v, g, beta, A_log=torch.zeros(2), dt_bias=None, lower_bound=-5.0,
+        ...     ssm_states=pool, cache_indices=torch.tensor([3, 1]),
+        ...     query_start_loc=torch.tensor([0, 20, 30]),
+        ... )
+        >>> o.shape, [slot for slot in range(4) if pool[slot].any()]
+        (torch.Size([1, 30, 2, 128]), [1, 3])
     """
     del extend_prefix_lens, is_spec_decode
     longest = None
@@ -163,6 +176,18 @@ def decode(
     Raises:
         ValueError: as :func:`flashkda.fused_recurrent_kda`; rows that don't match the states.
         TypeError: as :func:`flashkda.fused_recurrent_kda`.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import sglang
+        >>> rows, gates = torch.randn(2, 3 * 2 * 128).bfloat16(), torch.randn(2, 2 * 128).bfloat16()
+        >>> pool = torch.zeros(4, 2, 128, 128)
+        >>> o = sglang.decode(
+        ...     rows, gates, torch.randn(2, 2).bfloat16(), A_log=torch.zeros(2), dt_bias=None,
+        ...     initial_state=pool, ssm_state_indices=torch.tensor([3, -1]), lower_bound=-5.0,
+        ... )
+        >>> o.shape, [slot for slot in range(4) if pool[slot].any()]
+        (torch.Size([2, 1, 2, 128]), [3])
     """
     raw = _serving.RAW | {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     q, k, v, g, beta = _serving.split_packed(mixed_qkv, a, b, initial_state)
@@ -228,6 +253,20 @@ def verify(
         NotImplementedError: a draft that is a tree.
         ValueError: as :func:`flashkda.fused_recurrent_kda`; a buffer of another shape.
         TypeError: as :func:`flashkda.fused_recurrent_kda`.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import sglang
+        >>> q, k, v, a = (torch.randn(1, 4, 2, 128).bfloat16() for _ in range(4))
+        >>> pool, kept = torch.zeros(4, 2, 128, 128), torch.zeros(2, 3, 2, 128, 128)
+        >>> o = sglang.verify(  # a draft of three tokens, and one of a single token
+        ...     q, k, v, a, torch.randn(1, 4, 2).bfloat16(), A_log=torch.zeros(2), dt_bias=None,
+        ...     ssm_states=pool, cache_indices=torch.tensor([3, 1]),
+        ...     query_start_loc=torch.tensor([0, 3, 4]), intermediate_states_buffer=kept,
+        ...     lower_bound=-5.0,
+        ... )
+        >>> bool(pool.any()), kept[0].flatten(1).any(1).tolist()
+        (False, [True, True, True])
     """
     if retrieve_parent_token is not None:
         raise NotImplementedError(

@@ -64,7 +64,7 @@ def fwd(
         dt_bias: ``[H, 128]`` or ``[H * 128]``.
         lower_bound: in [-5, 0).
         initial_state: ``[N, H, V, K]`` float32 or bfloat16. Default: zeros.
-        final_state: the same, written.
+        final_state: ``[N, H, V, K]``, written.
         cu_seqlens: ``[N + 1]`` int32 or int64.
         checkpoint_state: ``[N, H, V, K]``, written: the state of sequence n after
             ``checkpoint_offsets[n]`` tokens of this call.
@@ -75,6 +75,17 @@ def fwd(
         ValueError: as :func:`flashkda.fwd`.
         TypeError: as :func:`flashkda.fwd`.
         RuntimeError: the launch of a kernel fails.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import vllm
+        >>> q, k, v, g = (torch.randn(1, 20, 2, 128).bfloat16() for _ in range(4))
+        >>> out, beta = torch.empty_like(v), torch.randn(1, 20, 2).bfloat16()
+        >>> work = torch.empty(vllm.get_workspace_size(20, 2, 1), dtype=torch.uint8)
+        >>> A_log, dt_bias = torch.zeros(2), torch.zeros(2, 128)
+        >>> vllm.fwd(q, k, v, g, beta, 128**-0.5, out, work, A_log, dt_bias, -5.0)
+        >>> bool(out.isfinite().all())
+        True
     """
     where = _serving.parameters(A_log, dt_bias)
     if checkpoint_offsets is None:
@@ -87,7 +98,25 @@ def fwd(
 
 
 def get_workspace_size(T: int, H: int, N: int) -> int:
-    """``_flashkda_C::get_workspace_size``: bytes for T tokens of N sequences with H value heads."""
+    """``_flashkda_C::get_workspace_size``: that of flashkda, with vLLM's names.
+
+    Args:
+        T: tokens of all sequences.
+        H: value heads.
+        N: sequences.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        TypeError: as :func:`flashkda.get_workspace_size`.
+        ValueError: as :func:`flashkda.get_workspace_size`.
+
+    Example:
+        >>> from flashkda.integrations import vllm
+        >>> vllm.get_workspace_size(8192, 4, 1)
+        30527488
+    """
     return _fwd.get_workspace_size(T, H, N)
 
 
@@ -179,6 +208,18 @@ def prefill(
     Raises:
         ValueError: as :func:`flashkda.chunk_kda`; only one of the two tables of checkpoints.
         TypeError: as :func:`flashkda.chunk_kda`.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import vllm
+        >>> q, k, v, g = (torch.randn(1, 30, 2, 128).bfloat16() for _ in range(4))
+        >>> beta, pool = torch.randn(1, 30, 2).bfloat16(), torch.zeros(4, 2, 128, 128)
+        >>> o = vllm.prefill(
+        ...     q, k, v, g, beta, A_log=torch.zeros(2), dt_bias=None, lower_bound=-5.0, pool=pool,
+        ...     state_indices=torch.tensor([3, 1]), cu_seqlens=torch.tensor([0, 20, 30]),
+        ... )
+        >>> o.shape, [block for block in range(4) if pool[block].any()]
+        (torch.Size([1, 30, 2, 128]), [1, 3])
     """
     kept: dict[str, Any] = {}
     if (checkpoint_offsets is None) != (checkpoint_indices is None):
@@ -238,6 +279,18 @@ def packed_decode(
     Raises:
         ValueError: as :func:`flashkda.fused_recurrent_kda`; rows that don't match the states.
         TypeError: as :func:`flashkda.fused_recurrent_kda`.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import vllm
+        >>> rows, gates = torch.randn(2, 3 * 2 * 128).bfloat16(), torch.randn(2, 2 * 128).bfloat16()
+        >>> pool = torch.zeros(4, 2, 128, 128)
+        >>> o = vllm.packed_decode(
+        ...     rows, gates, torch.randn(2, 2).bfloat16(), torch.zeros(2), None, -5.0, pool,
+        ...     state_indices=torch.tensor([3, 0]),
+        ... )
+        >>> o.shape, [block for block in range(4) if pool[block].any()]
+        (torch.Size([2, 1, 2, 128]), [3])
     """
     q, k, v, g, beta = _serving.split_packed(mixed_qkv, raw_g, raw_beta, initial_state)
     o, _ = ops.fused_recurrent_kda(
@@ -294,6 +347,19 @@ def speculative_decode(
     Raises:
         ValueError: as :func:`flashkda.fused_recurrent_kda`.
         TypeError: as :func:`flashkda.fused_recurrent_kda`.
+
+    Example:
+        >>> import torch
+        >>> from flashkda.integrations import vllm
+        >>> q, k, v, g = (torch.randn(1, 3, 2, 128).bfloat16() for _ in range(4))
+        >>> pool = torch.zeros(6, 2, 128, 128)
+        >>> o = vllm.speculative_decode(  # drafts of two tokens and of one
+        ...     q, k, v, g, torch.randn(1, 3, 2).bfloat16(), torch.zeros(2), None, -5.0, pool,
+        ...     cu_seqlens=torch.tensor([0, 2, 3]),
+        ...     ssm_state_indices=torch.tensor([[5, 1], [2, 4]]),
+        ... )
+        >>> o.shape, [block for block in range(6) if pool[block].any()]
+        (torch.Size([1, 3, 2, 128]), [1, 2, 5])
     """
     o, _ = ops.fused_recurrent_kda(
         q, k, v, raw_g, raw_beta, scale=scale, lower_bound=lower_bound,
