@@ -112,6 +112,28 @@ def test_slots_outside_the_pool_are_loud_and_harmless() -> None:
     assert same(pool[[0, 1, 2, 3, 5]], before[[0, 1, 2, 3, 5]])
 
 
+@pytest.mark.parametrize("pad", [None, -1])
+@pytest.mark.parametrize(
+    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
+)
+def test_no_tokens_and_no_such_slot(function: Any, pad: int | None) -> None:
+    """As on the PyTorch path: NaN for slots outside, zeros for pads, else the state there was."""
+    call = CASE.but(lengths=(40, 0, 0, 0, 0), state=False).make(DEVICE)
+    pool = pool_of(CASE, 6, torch.float32, DEVICE)
+    index = torch.tensor([4, 6, 2**30, -1, 3], device=DEVICE)
+    more: dict[str, Any] = {
+        "initial_state": pool, "ssm_state_indices": index, "inplace_final_state": False,
+        "pad_slot_id": pad,
+    }  # fmt: skip
+    _, final = function(**call, **more, backend=BACKEND)
+    _, want = function(**call, **more, backend="torch")
+    assert final is not None
+    assert want is not None
+    assert same(torch.isnan(final), torch.isnan(want))
+    assert bool(torch.isnan(final[1:3]).all())
+    assert same(final[3:].nan_to_num(1), want[3:].nan_to_num(1))
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
