@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _backend, _dispatch, _known, _library
+from . import _backend, _debug, _dispatch, _known, _library
 from . import _validate as valid
 from . import _validate_pool as valid_pool
 from ._fwd import fwd as fwd
@@ -261,6 +261,9 @@ def chunk_kda(
         needed = get_workspace_size(q.shape[0] * q.shape[1], v.shape[2], num_sequences)
         valid_pool.check_workspace(workspace, needed, q)
     max_seqlen = valid_pool.resolve_max_seqlen(max_seqlen, q, cu_seqlens, cu_seqlens_cpu)
+    if _debug.enabled():
+        is_promised = safe_gate and not use_gate_in_kernel
+        _debug.check_promises(q, g, cu_seqlens, cu_seqlens_cpu, max_seqlen, is_promised)
     q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
 

@@ -134,6 +134,53 @@ def test_no_tokens_and_no_such_slot(function: Any, pad: int | None) -> None:
     assert same(final[3:].nan_to_num(1), want[3:].nan_to_num(1))
 
 
+@pytest.mark.parametrize(
+    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
+)
+def test_debug_checks_find_the_words(function: Any) -> None:
+    """What kernels make NaN is an error then, and nothing is written; a graph can't be captured."""
+    call = CASE.but(lengths=(40, 33), state=False).make(DEVICE)
+    del call["output_final_state"]
+    pool = pool_of(CASE, 6, torch.float32, DEVICE)
+    index = torch.tensor([4, 2], device=DEVICE)
+
+    def step() -> Any:
+        return function(**call, initial_state=pool, ssm_state_indices=index, backend=BACKEND)
+
+    step()
+    with flashkda.debug_checks():
+        step()
+        index[1] = 6
+        with unmodified({"pool": pool}), pytest.raises(ValueError, match="got 6 for sequence 1"):
+            step()
+        index[1] = 2
+        call["cu_seqlens"][1] = 74
+        with unmodified({"pool": pool}), pytest.raises(ValueError, match="never decrease"):
+            step()
+        call["cu_seqlens"][1] = 40
+
+        def in_graph() -> Any:
+            index.add_(0)  # torch warns of a graph with nothing in it
+            return step()
+
+        with pytest.raises(RuntimeError, match="debug_checks"):
+            capture(in_graph)
+
+
+def test_debug_checks_of_promises() -> None:
+    call = CASE.but(lengths=(40, 33), gate="log").make(DEVICE)
+    host = call["cu_seqlens"].cpu()
+    with flashkda.debug_checks():
+        run(call, cu_seqlens_cpu=host)
+        with pytest.raises(ValueError, match="max_seqlen: expected at least the 40"):
+            flashkda.chunk_kda(**call, max_seqlen=39)
+        with pytest.raises(ValueError, match="cu_seqlens_cpu: expected the values"):
+            run(call, cu_seqlens_cpu=host - 1)
+        call["g"][0, 72, 0, 0] = -6
+        with pytest.raises(ValueError, match="g: expected log decays of at least -5"):
+            run(call, safe_gate=True)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
