@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
 from ._backend import Backend, backend
+from ._debug import debug_checks
 from .ops import chunk_kda, explain, fused_recurrent_kda, fwd, get_workspace_size
 
 try:
@@ -19,6 +20,7 @@ __all__ = [
     "__version__",
     "backend",
     "chunk_kda",
+    "debug_checks",
     "explain",
     "fused_recurrent_kda",
     "fwd",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _debug, _native
 
 _MAX_REMEMBERED = 4096
 _options: dict[Hashable, tuple[Any, ...]] = {}
@@ -29,7 +29,7 @@ def _is_on_gpu(q: Any) -> bool:
 
 def find(q: Tensor, others: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The operator's options for known flags, if the call may go straight to the kernels."""
-    if torch.compiler.is_compiling() or not _is_on_gpu(q):
+    if torch.compiler.is_compiling() or not _is_on_gpu(q) or _debug.enabled():
         return None
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *others)):
         return None

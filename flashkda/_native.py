@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _diagnosis
+from . import _debug, _diagnosis
 
 _ABI = 3  # csrc/flashkda.h: flashkda_abi()
 HEAD_DIM = 128  # K and V
@@ -231,6 +231,8 @@ def chunk_out(
     *options: Any,
 ) -> None:
     """The kernels on a call that they serve; a tensor whose layout TMA can't take is copied."""
+    if _debug.enabled():
+        _debug.check_tables(q, cu_seqlens)
     outputs = _target_out(out, cu_seqlens)
     states = _Target(final_state, _dense(final_state))
     if initial_state is final_state:
@@ -271,6 +273,10 @@ def chunk_pool_out(
     *inputs, initial_state = tensors
     indices, final_indices, pad_slot_id, in_place = pool
     has_pool = indices is not None
+    if _debug.enabled():
+        source = final_state if in_place else initial_state
+        tables = (indices, final_indices, None, pad_slot_id)
+        _debug.check_tables(inputs[0], cu_seqlens, tables, source, in_place, checkpoints)
     kept, offsets, every, kept_indices = checkpoints
     table = kept_indices if offsets is None else offsets
     if table is not None and table.numel() == 0:
@@ -332,6 +338,9 @@ def recurrent_out(
     """
     *inputs, initial_state = tensors
     has_pool = slots[0] is not None
+    if _debug.enabled():
+        source = final_state if in_place else initial_state
+        _debug.check_tables(inputs[0], cu_seqlens, slots, source, in_place)
     outputs = _target_out(out, cu_seqlens)
     in_pool = has_pool and in_place
     states = _Target(final_state, final_state if in_pool else _dense(final_state))

@@ -32,12 +32,10 @@ class Slots:
         position = 0 if self.accepted is None else self.accepted[sequence] - 1
         return self.table[sequence][position]
 
-    def start_of_empty(self, sequence: int) -> int:
-        """The same for a sequence whose tables nobody checked; -1 where it has no state."""
+    def has_start(self, sequence: int) -> bool:
+        """Whether the tables name a slot to start from; nobody checks those of an empty one."""
         accepted = 1 if self.accepted is None else self.accepted[sequence]
-        if not 1 <= accepted <= len(self.table[sequence]) or self.is_padding(sequence):
-            return -1
-        return self.start(sequence)
+        return 1 <= accepted <= len(self.table[sequence])
 
     def end(self, sequence: int) -> int:
         """The slot that the last state goes to, where there is one slot per sequence."""
@@ -154,14 +152,24 @@ def load_states(pool: Tensor, sources: list[int], slots: Slots | None) -> Tensor
 def carry_over(
     state_in: Tensor | None, slots: Slots | None, state_out: Tensor, running: set[int]
 ) -> None:
-    """Final states of the sequences that do not run: empty ones keep theirs, padded ones get 0."""
+    """Final states of the sequences that do not run: empty ones keep theirs, padded ones get 0.
+
+    An empty one may name a slot outside the pool. It gets NaN, as from the kernels.
+    """
     if state_in is state_out:
         return
     for n in range(state_out.shape[0]):
         if n in running:
             continue
-        source = n if slots is None else slots.start_of_empty(n)
-        if state_in is None or not 0 <= source < state_in.shape[0]:
+        if state_in is None:
             state_out[n] = 0
+        elif slots is None:
+            state_out[n] = state_in[n]
+        elif not slots.has_start(n):
+            state_out[n] = float("nan")
+        elif slots.is_padding(n):
+            state_out[n] = 0
+        elif 0 <= slots.start(n) < state_in.shape[0]:
+            state_out[n] = state_in[slots.start(n)]
         else:
-            state_out[n] = state_in[source]
+            state_out[n] = float("nan")

@@ -263,11 +263,16 @@ def check_cu_seqlens_cpu(cu_seqlens_cpu: Any, cu_seqlens: Tensor | None) -> None
             f"cu_seqlens_cpu: expected a tensor on the CPU, got one on {cu_seqlens_cpu.device}"
         )
     require_shape("cu_seqlens_cpu", cu_seqlens_cpu, "[N + 1]", tuple(cu_seqlens.shape))
-    both_on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-    if both_on_host and cu_seqlens_cpu.tolist() != cu_seqlens.tolist():
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_host_copy(cu_seqlens_cpu, cu_seqlens)
+
+
+def check_host_copy(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor) -> None:
+    """Reads both."""
+    on_host, values = cu_seqlens_cpu.tolist(), cu_seqlens.tolist()
+    if on_host != values:
         raise ValueError(
-            f"cu_seqlens_cpu: expected the values of cu_seqlens, {cu_seqlens.tolist()}, got "
-            f"{cu_seqlens_cpu.tolist()}"
+            f"cu_seqlens_cpu: expected the values of cu_seqlens, {values}, got {on_host}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _backend, _dispatch, _known, _library
+from . import _backend, _debug, _dispatch, _known, _library
 from . import _validate as valid
 from . import _validate_pool as valid_pool
 from ._fwd import fwd as fwd
@@ -133,7 +133,8 @@ def chunk_kda(
             is read or written, its outputs are zeros. One that merely starts from a pad starts
             from zeros, as a request without a prefix does. Default: there are no pads. A slot
             outside the pool that is no pad is an error on the PyTorch path; kernels can't raise,
-            leave the slots of that sequence alone and make its outputs NaN.
+            leave the slots of that sequence alone and make its outputs and a returned final state
+            NaN. Of a sequence without tokens it is no error: its returned final state is NaN.
         inplace_final_state: overwrite ``initial_state``, and return it. Default: True for a pool,
             else False. False with a pool only reads it.
         checkpoint_states: ``[M, HV, K, V]``, or ``[M, HV, V, K]`` with ``state_v_first``; float32
@@ -260,6 +261,9 @@ def chunk_kda(
         needed = get_workspace_size(q.shape[0] * q.shape[1], v.shape[2], num_sequences)
         valid_pool.check_workspace(workspace, needed, q)
     max_seqlen = valid_pool.resolve_max_seqlen(max_seqlen, q, cu_seqlens, cu_seqlens_cpu)
+    if _debug.enabled():
+        is_promised = safe_gate and not use_gate_in_kernel
+        _debug.check_promises(q, g, cu_seqlens, cu_seqlens_cpu, max_seqlen, is_promised)
     q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
 
@@ -383,7 +387,8 @@ def fused_recurrent_kda(
             start from decides, and a state after a token that has a pad is not kept. Default: there
             are no pads. A slot outside the pool that is no pad is an error on the PyTorch path. The
             kernel can't raise: a sequence that would start or end there touches no slot and gets
-            NaN outputs, as does a token whose own slot is outside.
+            NaN outputs, as does a token whose own slot is outside, and a returned final state is
+            NaN. Of a sequence without tokens it is no error: its returned final state is NaN.
         state_is_ready: the caller's promise that the kernel just before on the stream does not
             write ``initial_state``, ``ssm_state_indices``, ``final_state_indices``,
             ``num_accepted_tokens``, ``cu_seqlens``, ``A_log`` or ``dt_bias``. The CUDA kernel then

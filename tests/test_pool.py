@@ -117,6 +117,45 @@ def test_pool_that_is_only_read() -> None:
     check({"o": o}, {"o": want_o}, FLOAT64)
 
 
+@pytest.mark.parametrize("v_first", [False, True], ids=["kfirst", "vfirst"])
+@pytest.mark.parametrize(
+    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
+)
+def test_no_tokens_and_no_such_slot(function: Any, v_first: bool) -> None:
+    """The state of an empty sequence is not made up: NaN, as the kernels have it."""
+    case = KdaCase(lengths=(5, 0, 0, 0, 0, 2), state_v_first=v_first, K=8, V=24)
+    call = case.but(state=False).make()
+    pool, index = pool_of(case, 6), torch.tensor([4, 6, 3, -2, -1, 1])
+    for pad, padded in ((None, []), (-2, [3]), (-1, [3, 4])):
+        with unmodified({"pool": pool}):
+            o, final = function(
+                **call, initial_state=pool, ssm_state_indices=index, inplace_final_state=False,
+                pad_slot_id=pad,
+            )  # fmt: skip
+        names = [n for n in range(6) if bool(torch.isnan(final[n]).all())]
+        assert names == [n for n in (1, 3, 4) if n not in padded]
+        assert bool((final[padded] == 0).all())
+        want = oracle.kda(**call, initial_state=pool[[4, 0, 3, 0, 0, 1]])
+        check_pair((o, final[[0, 2, 5]]), (want[0], want[1][[0, 2, 5]]), FLOAT64)
+
+
+@pytest.mark.parametrize("pad", [None, -1])
+def test_no_tokens_and_no_such_count(pad: int | None) -> None:
+    """A count outside its range names no slot, whatever the slots are."""
+    case = KdaCase(lengths=(2, 0, 0, 0))
+    call = case.but(state=False).make()
+    pool = pool_of(case, 6)
+    _, final = flashkda.fused_recurrent_kda(
+        **call, initial_state=pool, inplace_final_state=False, pad_slot_id=pad,
+        ssm_state_indices=torch.tensor([[4, 2], [3, -1], [-1, -1], [5, 1]]),
+        num_accepted_tokens=torch.tensor([1, 0, 3, 2]),
+    )  # fmt: skip
+    assert final is not None
+    assert bool(torch.isfinite(final[0]).all())
+    assert bool(torch.isnan(final[1:3]).all())
+    assert torch.equal(final[3], pool[1])
+
+
 @pytest.mark.parametrize(
     "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
 )

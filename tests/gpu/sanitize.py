@@ -40,7 +40,8 @@ def served(name: str, function: Any, case: KdaCase, **more: Any) -> None:
     """A call on a pool, whose memory starts as zeros, against the PyTorch path."""
     call = case.but(state=False).make("cpu")
     del call["output_final_state"]
-    call |= {"initial_state": torch.randn(8, case.heads, 128, 128), **more}
+    pool = torch.randn(8, case.heads, 128, 128, dtype=torch.float32)
+    call |= {"initial_state": pool.to(case.state_dtype or torch.float32), **more}
     moved = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in call.items()}
     o, _ = function(**moved, out=torch.zeros_like(moved["v"]), backend="cuda")
     torch.cuda.synchronize()
@@ -62,11 +63,24 @@ def serving() -> None:
     }
     pool = {"ssm_state_indices": index, "pad_slot_id": -1}
     packed = BF16.but(lengths=(40, 17, 50), tail=3)
+    # One sequence starts from a pad, one ends there.
+    elsewhere = pool | {"final_state_indices": torch.tensor([6, 3, -1])}
     decode = flashkda.fused_recurrent_kda
-    served("decode", decode, BF16.but(T=1, B=3), **pool)
-    served("decode V first", decode, BF16.but(T=9, B=3, state_v_first=True), **pool)
-    served("speculative", decode, BF16.but(T=2, B=3), ssm_state_indices=table, pad_slot_id=-1)
+    three = BF16.but(B=3)
+    served("decode", decode, three.but(T=1), **pool)
+    served("decode, early", decode, three.but(T=1), state_is_ready=True, **pool)
+    served("decode to other slots", decode, three.but(T=2), **elsewhere)
+    for v_first in (False, True):
+        case, layout = three.but(state_v_first=v_first), "V" if v_first else "K"
+        half = case.but(T=3, state_dtype=torch.bfloat16)
+        # More tokens than are staged at once: the state is parked in between.
+        served(f"decode {layout} first", decode, case.but(T=9), **pool)
+        served(f"decode {layout} first, bfloat16", decode, half, **pool)
+        served(f"decode {layout} first, bfloat16, parked", decode, half.but(T=9), **pool)
+        served(f"decode {layout} first, early", decode, half, state_is_ready=True, **pool)
+    served("speculative", decode, three.but(T=2), ssm_state_indices=table, pad_slot_id=-1)
     served("pool", flashkda.chunk_kda, packed, **pool)
+    served("pool to other slots", flashkda.chunk_kda, packed, **elsewhere)
     served("checkpoints", flashkda.chunk_kda, packed, **pool, **kept)
     served("checkpoints softplus", flashkda.chunk_kda, packed.but(gate="softplus"), **pool, **kept)
 

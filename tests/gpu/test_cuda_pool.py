@@ -112,6 +112,75 @@ def test_slots_outside_the_pool_are_loud_and_harmless() -> None:
     assert same(pool[[0, 1, 2, 3, 5]], before[[0, 1, 2, 3, 5]])
 
 
+@pytest.mark.parametrize("pad", [None, -1])
+@pytest.mark.parametrize(
+    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
+)
+def test_no_tokens_and_no_such_slot(function: Any, pad: int | None) -> None:
+    """As on the PyTorch path: NaN for slots outside, zeros for pads, else the state there was."""
+    call = CASE.but(lengths=(40, 0, 0, 0, 0), state=False).make(DEVICE)
+    pool = pool_of(CASE, 6, torch.float32, DEVICE)
+    index = torch.tensor([4, 6, 2**30, -1, 3], device=DEVICE)
+    more: dict[str, Any] = {
+        "initial_state": pool, "ssm_state_indices": index, "inplace_final_state": False,
+        "pad_slot_id": pad,
+    }  # fmt: skip
+    _, final = function(**call, **more, backend=BACKEND)
+    _, want = function(**call, **more, backend="torch")
+    assert final is not None
+    assert want is not None
+    assert same(torch.isnan(final), torch.isnan(want))
+    assert bool(torch.isnan(final[1:3]).all())
+    assert same(final[3:].nan_to_num(1), want[3:].nan_to_num(1))
+
+
+@pytest.mark.parametrize(
+    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
+)
+def test_debug_checks_find_the_words(function: Any) -> None:
+    """What kernels make NaN is an error then, and nothing is written; a graph can't be captured."""
+    call = CASE.but(lengths=(40, 33), state=False).make(DEVICE)
+    del call["output_final_state"]
+    pool = pool_of(CASE, 6, torch.float32, DEVICE)
+    index = torch.tensor([4, 2], device=DEVICE)
+
+    def step() -> Any:
+        return function(**call, initial_state=pool, ssm_state_indices=index, backend=BACKEND)
+
+    step()
+    with flashkda.debug_checks():
+        step()
+        index[1] = 6
+        with unmodified({"pool": pool}), pytest.raises(ValueError, match="got 6 for sequence 1"):
+            step()
+        index[1] = 2
+        call["cu_seqlens"][1] = 74
+        with unmodified({"pool": pool}), pytest.raises(ValueError, match="never decrease"):
+            step()
+        call["cu_seqlens"][1] = 40
+
+        def in_graph() -> Any:
+            index.add_(0)  # torch warns of a graph with nothing in it
+            return step()
+
+        with pytest.raises(RuntimeError, match="debug_checks"):
+            capture(in_graph)
+
+
+def test_debug_checks_of_promises() -> None:
+    call = CASE.but(lengths=(40, 33), gate="log").make(DEVICE)
+    host = call["cu_seqlens"].cpu()
+    with flashkda.debug_checks():
+        run(call, cu_seqlens_cpu=host)
+        with pytest.raises(ValueError, match="max_seqlen: expected at least the 40"):
+            flashkda.chunk_kda(**call, max_seqlen=39)
+        with pytest.raises(ValueError, match="cu_seqlens_cpu: expected the values"):
+            run(call, cu_seqlens_cpu=host - 1)
+        call["g"][0, 72, 0, 0] = -6
+        with pytest.raises(ValueError, match="g: expected log decays of at least -5"):
+            run(call, safe_gate=True)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 

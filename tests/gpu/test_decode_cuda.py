@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -339,16 +340,70 @@ def test_repeats_are_equal_to_the_bit() -> None:
     assert all(same(decode(call), first) for _ in range(200))
 
 
-def test_a_promise_changes_nothing_but_time() -> None:
-    """With `state_is_ready` the states may be read before the kernel in front has ended."""
-    call = CASE.but(T=1, B=64, H=8).make(DEVICE)
-    states = [torch.randn_like(call["initial_state"]) for _ in range(8)]
-    plain = [decode(call, initial_state=x.clone(), inplace_final_state=True) for x in states]
-    early = [
-        decode(call, initial_state=x, inplace_final_state=True, state_is_ready=True)
-        for x in [y.clone() for y in states]
-    ]
-    assert same(early, plain)
+class Chain:
+    """Launches that each need what the one just before wrote, a large one and a small one in turns.
+
+    The values of a launch are outputs of the last sequence of the one before. Its states are what
+    the last but one wrote, as the promise of `state_is_ready` has it, or what the one before wrote.
+    """
+
+    LAUNCHES = 24
+    STALE = 8192.0  # what a buffer holds until its launch: outputs are about 1
+
+    def __init__(self, ready: bool) -> None:
+        # A slow gate and other values each time: no launch leaves a state as it was.
+        self.call = CASE.but(T=1, B=64, H=8, gate="slow").make(DEVICE)
+        self.last = {name: self.call[name][-1:] for name in ("q", "k", "g", "beta")}
+        self.ready = ready
+        self.start = self.call.pop("initial_state")
+        self.state = self.start.clone()
+        self.small_state = self.start[-1:].clone() if ready else self.state[-1:]
+        turns = range(self.LAUNCHES // 2 + 1)
+        self.values = [self.call["v"].roll(i, dims=0) for i in turns]
+        self.outputs = [torch.empty_like(self.call["v"]) for _ in turns[:-1]]
+
+    def reset(self) -> None:
+        self.state.copy_(self.start)
+        self.small_state.copy_(self.start[-1:])
+        for x in self.values[1:]:
+            x[-1] = self.STALE
+        for x in self.outputs:
+            x.fill_(self.STALE)
+
+    def run(self, wait: Callable[[], None] = lambda: None) -> Result:
+        more = {"inplace_final_state": True, "state_is_ready": self.ready}
+        small = self.call | self.last
+        for i, out in enumerate(self.outputs):
+            decode(self.call, v=self.values[i], initial_state=self.state, out=out, **more)
+            wait()
+            target = self.values[i + 1][-1:]
+            decode(small, v=out[-1:], initial_state=self.small_state, out=target, **more)
+            wait()
+        return self.state, self.small_state
+
+    def written(self) -> list[Tensor]:
+        return [x.clone() for x in (*self.outputs, *self.values, self.state, self.small_state)]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_launches_that_overlap_see_what_those_before_wrote(ready: bool) -> None:
+    """A promise changes nothing but time: queued launches, a graph, and one launch at a time."""
+    chain = Chain(ready)
+    chain.reset()
+    chain.run(torch.cuda.synchronize)
+    expected = chain.written()
+    assert not any(bool((x == chain.STALE).any()) for x in expected)
+    replay, _ = capture(chain.run)
+    for _ in range(20):
+        chain.reset()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host queues all of them
+        chain.run()
+        assert same(chain.written(), expected)
+        chain.reset()
+        torch.cuda.synchronize()
+        replay()
+        assert same(chain.written(), expected)
 
 
 def test_one_sequence_of_nan_stays_alone() -> None:
