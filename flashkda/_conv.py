@@ -10,6 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def _silu(x: Tensor) -> Tensor:
+    # F.silu on the CPU computes what is left after the last whole vector by another exponential,
+    # so its bits depend on the length; torch.exp does not.
+    if x.device.type != "cpu":
+        return F.silu(x)
+    decay = torch.exp(-x.abs())
+    return x * torch.where(x > 0, 1.0, decay) / (1 + decay)
+
+
 @dataclass(frozen=True)
 class PackedConvRows:
     """Row numbers that turn a packed batch into one long sequence with room for the state.
@@ -157,4 +166,4 @@ class ShortConvolution(nn.Module):
             y = torch.addcmul(y, xs[:, i : i + length], weight[:, 0, i])
         if self.bias is not None:
             y = y + self.bias
-        return F.silu(y).to(extended.dtype)
+        return _silu(y).to(extended.dtype)

@@ -261,8 +261,8 @@ def test_packed_convolution_is_the_plain_one_of_each_sequence(
 
 
 def test_convolution_cut_anywhere_is_equal_to_the_bit() -> None:
-    conv = ShortConvolution(8, 4, True)
-    x = torch.randn(2, 70, 8)
+    conv = ShortConvolution(5, 4, True)  # pieces that fill no vector of the CPU
+    x = torch.randn(2, 70, 5)
     want, want_state = conv(x)
     state, outs = None, []
     for start, end in pairwise(CUTS):
