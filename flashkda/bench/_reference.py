@@ -108,7 +108,7 @@ class _Piece:
 
     def __init__(self, tokens: Sequence[Tensor], scale: float, state: Tensor) -> None:
         self._tokens = [x[:, :PIECE].clone() for x in tokens]
-        self.state = state.double()
+        self.state = torch.empty_like(state, dtype=torch.float64)  # never the caller's own
         recurrence(*(x[:, :1] for x in tokens), scale=scale)  # libraries set themselves up
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
