@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <exception>
 #include <mutex>
@@ -14,6 +15,8 @@
 
 namespace flashkda {
 namespace {
+
+std::atomic<bool> is_mma_sync_forced = false;
 
 template <class Params>
 using Launch = Failure (*)(Params const&, int, void*);
@@ -127,6 +130,9 @@ int enqueue(Launch<Params> Architecture::* launch,
 }
 
 }  // namespace
+
+bool mma_sync_is_forced() { return is_mma_sync_forced.load(std::memory_order_relaxed); }
+
 }  // namespace flashkda
 
 extern "C" {
@@ -141,6 +147,8 @@ char const* flashkda_probe(int device, char* message, size_t message_bytes) {
   std::snprintf(message, message_bytes, "%s", found.reason.c_str());
   return nullptr;
 }
+
+void flashkda_force_mma_sync(int forced) { flashkda::is_mma_sync_forced.store(forced != 0); }
 
 size_t flashkda_chunk_fwd_workspace_bytes(flashkda::ChunkFwdParams const* params) {
   return flashkda::chunk_fwd_workspace_bytes(*params);

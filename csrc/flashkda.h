@@ -16,6 +16,10 @@ char const* flashkda_build_info();
 // `message`.
 char const* flashkda_probe(int device, char* message, size_t message_bytes);
 
+// 1: from now on scan takes the form that all architectures share, which Blackwell has, on Hopper too. For
+// tests, which compare it there; 0 is how it starts.
+void flashkda_force_mma_sync(int forced);
+
 size_t flashkda_chunk_fwd_workspace_bytes(flashkda::ChunkFwdParams const* params);
 size_t flashkda_chunk_fwd_half_chunk_bytes(flashkda::ChunkFwdParams const* params);
 

@@ -7,6 +7,7 @@
 #include "launch_common.h"
 #include "prepare/kernel.cuh"
 #include "scan/kernel.cuh"
+#include "scan/warpgroup_kernel.cuh"
 
 namespace flashkda {
 namespace {
@@ -61,15 +62,40 @@ Failure prepare_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream)
                 /*overlaps_previous=*/false, p, maps, device, stream, "prepare");
 }
 
+// The two forms of scan, as launches see them.
 template <class Arch, int C, int kRowTiles, bool kKeeps>
-Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
+struct MmaScan {
   using Config = ScanConfig<Arch, C, kRowTiles, kKeeps>;
-  static_assert(sizeof(ScanStorage<Config>) <= Arch::kSharedMemory);
-  ScanMaps<Config> const maps{
-      make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_LOAD{}, p.v, p.num_tokens, p.value_heads),
-      make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_STORE{}, p.out, p.num_tokens, p.value_heads)};
+  using Storage = ScanStorage<Config>;
+  using Maps = ScanMaps<Config>;
+  static constexpr auto kKernel = scan_kernel<Config>;
+  static constexpr int kThreads = Config::kThreads;
+  static Maps maps(ChunkFwdParams const& p) {
+    return {
+        make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_LOAD{}, p.v, p.num_tokens, p.value_heads),
+        make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_STORE{}, p.out, p.num_tokens, p.value_heads)};
+  }
+};
+
+template <class Arch, int C, int kGroups, bool kKeeps>
+struct WarpgroupScan {
+  using Config = WarpgroupScanConfig<Arch, C, kGroups, kKeeps>;
+  using Storage = WarpgroupScanStorage<Config>;
+  using Maps = WarpgroupScanMaps<Config>;
+  static constexpr auto kKernel = warpgroup_scan_kernel<Config>;
+  static constexpr int kThreads = Config::kCtaThreads;
+  static Maps maps(ChunkFwdParams const& p) {
+    return {
+        make_token_map<bf16, C, Config::kValues>(cute::SM90_TMA_LOAD{}, p.v, p.num_tokens, p.value_heads)};
+  }
+};
+
+template <class Scan>
+Failure launch_scan(ChunkFwdParams const& p, int device, cudaStream_t stream) {
+  static_assert(sizeof(typename Scan::Storage) <= FLASHKDA_ARCH::kSharedMemory);
+  auto const maps = Scan::maps(p);
   if (Failure f = check_encoded(); !f.empty()) return f;
-  int64_t const ctas = int64_t{p.num_seqs} * p.value_heads * (kHeadDim / Config::kValues);
+  int64_t const ctas = int64_t{p.num_seqs} * p.value_heads * (kHeadDim / Scan::Config::kValues);
   if (ctas > std::numeric_limits<int32_t>::max()) {
     return "scan: " + std::to_string(p.num_seqs) + " sequences of " + std::to_string(p.value_heads) +
            " value heads are more than a CUDA grid holds";
@@ -77,10 +103,9 @@ Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
   dim3 const grid(static_cast<unsigned>(ctas));
   // With no more CTAs than SMs each should have an SM of its own, but a grid that starts while the
   // previous one drains fills the first free SM twice: take more than half of its shared memory.
-  size_t const shared = sizeof(ScanStorage<Config>);
+  size_t const shared = sizeof(typename Scan::Storage);
   bool const spread = static_cast<int>(grid.x) <= num_sms(device);
-  return launch(scan_kernel<Config>, grid, Config::kThreads,
-                spread ? std::max(shared, kMoreThanHalfOfAnSm) : shared,
+  return launch(Scan::kKernel, grid, Scan::kThreads, spread ? std::max(shared, kMoreThanHalfOfAnSm) : shared,
                 /*overlaps_previous=*/true, p, maps, device, stream, "scan");
 }
 
@@ -89,8 +114,14 @@ Failure scan_chunks(ChunkFwdParams const& p, int device, cudaStream_t stream) {
   // Both halves of V in one CTA have a longer step than one half alone, so halves apart win while every one
   // of them has an SM to itself (csrc/README.md has the measurements).
   bool const apart = 2 * int64_t{p.num_seqs} * p.value_heads <= num_sms(device);
-  return apart ? scan_chunks<Arch, C, 1, kKeeps>(p, device, stream)
-               : scan_chunks<Arch, C, 2, kKeeps>(p, device, stream);
+  if constexpr (Arch::kHasWgmma) {
+    if (!mma_sync_is_forced()) {
+      return apart ? launch_scan<WarpgroupScan<Arch, C, 1, kKeeps>>(p, device, stream)
+                   : launch_scan<WarpgroupScan<Arch, C, 2, kKeeps>>(p, device, stream);
+    }
+  }
+  return apart ? launch_scan<MmaScan<Arch, C, 1, kKeeps>>(p, device, stream)
+               : launch_scan<MmaScan<Arch, C, 2, kKeeps>>(p, device, stream);
 }
 
 template <class Arch, int C>

@@ -17,6 +17,9 @@ Failure launch_chunk_fwd(ChunkFwdParams const& params, int device, void* stream)
 template <class Arch>
 Failure launch_recurrent(RecurrentParams const& params, int device, void* stream);
 
+// Whether scan leaves wgmma alone where there is some (flashkda_force_mma_sync).
+bool mma_sync_is_forced();
+
 // Result of the last failed cuTensorMapEncodeTiled of this thread, 0 when none failed; resets it.
 int take_encode_error();
 

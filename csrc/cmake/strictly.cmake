@@ -1,5 +1,5 @@
 # Runs the command after "--" and fails where the compiler of kernels only warns: registers spilled,
-# local memory used, or wgmma instructions serialised (C7510, C7512, C7514, C7517).
+# local memory used, or wgmma instructions serialised and their registers copied (C75xx).
 set(command)
 set(is_command FALSE)
 math(EXPR last "${CMAKE_ARGC} - 1")
@@ -18,6 +18,6 @@ endif()
 if(NOT status EQUAL 0)
   message(FATAL_ERROR "the compiler failed (${status})")
 endif()
-if(output MATCHES "ptxas warning|C75(10|12|14|17)")
+if(output MATCHES "ptxas warning|C75[0-9][0-9]")
   message(FATAL_ERROR "a warning of ptxas that costs speed: ${CMAKE_MATCH_0}")
 endif()

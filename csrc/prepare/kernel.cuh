@@ -10,7 +10,6 @@
 
 namespace flashkda {
 
-// Arch only tells the kernels of different architectures apart: one source serves all.
 template <class Arch, int C_, class GateT_>
 struct PrepareConfig {
   static constexpr int C = C_;
@@ -20,6 +19,8 @@ struct PrepareConfig {
   // Four CTAs fill the shared memory of an SM (C = 32, bf16 gates; three with fp32 gates); their loads and
   // stores cover each other. Of the smaller one of sm_120, one takes more than half.
   static constexpr int kCtasPerSm = Arch::kSharedMemory < 227 * 1024 ? 1 : 4;
+  // wgmma multiplies by whole squares of a record, mma.sync by their lower triangles of blocks.
+  static constexpr bool kClearsAboveDiagonal = Arch::kHasWgmma;
 };
 
 template <class Config>
@@ -387,6 +388,9 @@ __device__ __forceinline__ void make_squares(PrepareStorage<Config>& smem) {
     Square16 below = {};
     multiply_add(below, a, *reinterpret_cast<uint32_t const(*)[2][2]>(smem.exchange[0][lane]));
     store_square<32, Rounding::kDithered>(smem.record.inverse, below, 16, 0);
+  } else if constexpr (Config::kClearsAboveDiagonal) {
+    store_square<32>(smem.record.inverse, Square16{}, 0, 16);
+    store_square<32>(smem.record.scores, Square16{}, 0, 16);
   }
 }
 

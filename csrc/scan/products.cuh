@@ -163,6 +163,18 @@ __device__ __forceinline__ uint32_t values_address(bf16 const* tile, int token, 
   return ptx::smem_address(tile) + tile_offset<Config::C>(row, piece);
 }
 
+// Rows past the end belong to another sequence and may be NaN: replaced, not scaled by 0.
+__device__ __forceinline__ void clear_past_end(float2& low, float2& high, int token, int size) {
+  if (token >= size) low.x = high.x = 0.f;
+  if (token + 1 >= size) low.y = high.y = 0.f;
+}
+
+// What a state gets wrong of a value, of what is wanted, beta v, and of what it recalls, times E |k|. One
+// rounding of the product, in every form of scan.
+__device__ __forceinline__ float wrong(float wanted, float beta_key, float recalled) {
+  return fmaf(-beta_key, recalled, wanted);
+}
+
 // x = beta v - beta_key x: from what the state recalls to what it gets wrong.
 template <class Config>
 __device__ __forceinline__ void residual(TokenColumns<Config>& x,
@@ -183,13 +195,11 @@ __device__ __forceinline__ void residual(TokenColumns<Config>& x,
         float2 const beta = *reinterpret_cast<float2 const*>(&record.beta[token]);
         float2 const key = *reinterpret_cast<float2 const*>(&record.beta_key[token]);
         float2 low = ptx::unpack_bf16(v[2 * half]), high = ptx::unpack_bf16(v[2 * half + 1]);
-        // Rows past the end belong to another sequence and may be NaN: replaced, not scaled by 0.
-        if (token >= size) low.x = high.x = 0.f;
-        if (token + 1 >= size) low.y = high.y = 0.f;
-        r[0] = beta.x * low.x - key.x * r[0];
-        r[1] = beta.y * low.y - key.y * r[1];
-        r[2] = beta.x * high.x - key.x * r[2];
-        r[3] = beta.y * high.y - key.y * r[3];
+        clear_past_end(low, high, token, size);
+        r[0] = wrong(beta.x * low.x, key.x, r[0]);
+        r[1] = wrong(beta.y * low.y, key.y, r[1]);
+        r[2] = wrong(beta.x * high.x, key.x, r[2]);
+        r[3] = wrong(beta.y * high.y, key.y, r[3]);
       }
     }
   }

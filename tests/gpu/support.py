@@ -16,6 +16,7 @@ from cases import KdaCase
 from torch import Tensor
 
 import flashkda
+from flashkda import _native
 
 DEVICE = "cuda"
 BACKEND = "cuda"
@@ -107,6 +108,18 @@ def capture(function: Callable[[], Result]) -> tuple[Callable[[], None], Result]
     with torch.cuda.graph(graph):
         results = function()
     return graph.replay, results
+
+
+@contextmanager
+def forced_mma_sync() -> Iterator[None]:
+    """scan in the form that Blackwell has, on devices with one of their own too."""
+    library = _native._library
+    assert library is not None, "no kernels are loaded"
+    library.flashkda_force_mma_sync(1)
+    try:
+        yield
+    finally:
+        library.flashkda_force_mma_sync(0)
 
 
 @contextmanager
