@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from benching import Rival, make_case
 from support import GPU
 
 from flashkda import cli
+from flashkda._selftest import recurrence, relative_error
 from flashkda.bench._devices import open_device
+from flashkda.bench._inputs import Inputs, activated
 from flashkda.bench._measure import measure
+from flashkda.bench._reference import recurrence_in_graphs
 from flashkda.bench._systems import FlashKDA
 
 pytestmark = GPU
@@ -44,3 +48,12 @@ def test_no_time_for_a_wrong_result() -> None:
     rows = measure(make_case("1x256xH2"), systems, open_device("cuda"), repeats=3).rows
     assert [row.seconds is None for row in rows] == [False, False, True]
     assert rows[2].note == "wrong: out above 1.0e-02"
+
+
+@pytest.mark.parametrize("shape", ["2x600xH2", "300+512+20+256xH1", "1x100xH1"])
+def test_the_reference_in_graphs_is_the_recurrence(shape: str) -> None:
+    x = Inputs.draw(make_case(shape), torch.device("cuda"), torch.bfloat16, 64, seed=0)
+    options = {"scale": x.scale, "initial_state": x.state, "cu_seqlens": x.boundaries}
+    want = recurrence(*activated(x), **options)
+    for result, right in zip(recurrence_in_graphs(*activated(x), **options), want, strict=True):
+        assert relative_error(result, right) < 1e-14
