@@ -66,34 +66,17 @@ def run_into(out: Any, final_state: Any, tensors: tuple[Any, ...], *options: Any
 
 
 def run_recurrent(
-    tensors: tuple[Any, ...],
-    pad_slot_id: int | None,
-    inplace_final_state: bool | None,
-    output_final_state: bool,
-    options: tuple[Any, ...],
+    tensors: tuple[Any, ...], in_place: bool, *options: Any
 ) -> tuple[Tensor, Tensor | None] | None:
     """Outputs and final states; None if the decode kernel declines the call.
 
-    ``tensors`` are q to num_accepted_tokens of the operator.
+    ``tensors`` are q to num_accepted_tokens of the operator, ``options`` what follows them.
     """
-    v, state, has_pool = tensors[2], tensors[7], tensors[9] is not None
-    in_place = has_pool if inplace_final_state is None else inplace_final_state
-    try:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        if in_place:
-            if state is None or state.requires_grad:
-                return None
-            final_state = state
-        elif output_final_state:
-            num_states = tensors[0].shape[0] if tensors[8] is None else tensors[8].shape[0] - 1
-            shape = (num_states, *v.shape[2:], v.shape[3])
-            dtype = torch.float32 if state is None else state.dtype
-            final_state = v.new_empty(shape, dtype=dtype)
-        else:
-            final_state = None
-        served = _native.recurrent_operator(
-            *tensors, pad_slot_id, in_place, True, out, final_state, *options
-        )
-    except (RuntimeError, TypeError, AttributeError, IndexError):
+    state = tensors[7]
+    if in_place and getattr(state, "requires_grad", False):
         return None
-    return (out, final_state) if served else None
+    try:
+        out, final_state = torch.ops.flashkda.recurrent_native.default(*tensors, *options)
+    except (RuntimeError, TypeError):
+        return None
+    return out, state if in_place else final_state

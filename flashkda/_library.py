@@ -59,6 +59,11 @@ _library.define(
     f"Tensor(b!)? final_state, {_OPTIONS}, bool gate_is_bounded, int? max_seqlen=None) -> bool"
 )
 _library.define(
+    f"recurrent_native({_TENSORS}, Tensor(a!)? initial_state, Tensor? cu_seqlens, "
+    "Tensor? ssm_state_indices, Tensor? final_state_indices, Tensor? num_accepted_tokens, "
+    "int flags, float scale, float lower_bound, int pad_slot_id) -> (Tensor, Tensor?)"
+)
+_library.define(
     f"recurrent_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor? ssm_state_indices, Tensor? final_state_indices, Tensor? num_accepted_tokens, "
     "int? pad_slot_id, bool in_place, bool clear_padding, Tensor(a!) out, "
@@ -375,6 +380,16 @@ def _native_fake(*args: Any, max_seqlen: int | None = None) -> tuple[Tensor, Ten
     return _chunk_fake(*args[:17])  # less gate_is_bounded and max_seqlen
 
 
+def _recurrent_native_fake(*args: Any) -> tuple[Tensor, Tensor | None]:
+    q, v, initial_state, cu_seqlens = args[0], args[2], args[7], args[8]
+    flags = _native.RecurrentFlag(args[12])
+    out = new_out(v, cu_seqlens)
+    if flags.IN_PLACE in flags or flags.OUTPUT_FINAL_STATE not in flags:
+        return out, None
+    num_states, v_first = num_sequences(q, cu_seqlens), flags.STATE_V_FIRST in flags
+    return out, empty_final_state(q, v, initial_state, num_states, v_first)
+
+
 def _serves(*args: Any) -> bool:
     """Fake of the kernels."""
     return True
@@ -433,6 +448,7 @@ def _register() -> None:
         _library.impl(name, _isolated(implementation), "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashkda::{name}", fake, lib=_library)
     torch.library.register_fake("flashkda::chunk_native", _native_fake, lib=_library)
+    torch.library.register_fake("flashkda::recurrent_native", _recurrent_native_fake, lib=_library)
     for name in ("chunk_native_out", "chunk_pool_native_out", "recurrent_native_out"):
         torch.library.register_fake(f"flashkda::{name}", _serves, lib=_library)
     torch.library.register_autograd(

@@ -7,6 +7,7 @@ Nothing here raises at import: a library that is missing or does not load is a r
 from __future__ import annotations
 
 import ctypes
+import enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -302,6 +303,36 @@ def chunk_pool_out(
         *options,
     )
     _deliver(served, outputs, states)
+
+
+class RecurrentFlag(enum.IntFlag):
+    """What ``recurrent_native`` is asked for, in one argument; csrc/torch/call.h has the same."""
+
+    GATE_IN_KERNEL = 1 << 0
+    L2NORM = 1 << 1
+    BETA_SIGMOID = 1 << 2
+    NEG_EIGVAL = 1 << 3
+    STATE_V_FIRST = 1 << 4
+    HAS_LOWER_BOUND = 1 << 5
+    HAS_PADS = 1 << 6
+    IN_PLACE = 1 << 7
+    OUTPUT_FINAL_STATE = 1 << 8
+    STATE_IS_READY = 1 << 9
+
+
+def recurrent_options(
+    options: tuple[Any, ...],
+    pad_slot_id: int | None,
+    in_place: bool,
+    output_final_state: bool,
+    state_is_ready: bool,
+) -> tuple[int, float, float, int]:
+    """The arguments of ``recurrent_native`` after its tensors. ``options``: scale to v_first."""
+    scale, lower_bound, *switches = options
+    switches += [lower_bound is not None, pad_slot_id is not None]
+    switches += [in_place, output_final_state, state_is_ready]
+    flags = sum(flag for flag, on in zip(RecurrentFlag, switches, strict=True) if on)
+    return int(flags), scale, lower_bound or 0.0, pad_slot_id or 0
 
 
 def recurrent_operator(*args: Any) -> bool:

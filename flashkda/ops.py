@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _backend, _debug, _dispatch, _known, _library
+from . import _backend, _debug, _dispatch, _known, _library, _native
 from . import _validate as valid
 from . import _validate_pool as valid_pool
 from ._fwd import fwd as fwd
@@ -436,9 +436,7 @@ def fused_recurrent_kda(
     )  # fmt: skip
     known = _known.find(q, others, flags) if out is None else None
     if known is not None:
-        results = _known.run_recurrent(
-            (q, *others), pad_slot_id, inplace_final_state, output_final_state, known
-        )
+        results = _known.run_recurrent((q, *others), *known)
         if results is not None:
             return results
 
@@ -492,7 +490,10 @@ def fused_recurrent_kda(
         tensors, cu_seqlens, slots, inplace_final_state, out, final_state,
         options, state_is_ready, backend,
     ):  # fmt: skip
-        _known.remember(flags, (*options, state_is_ready))
+        packed = _native.recurrent_options(
+            options, pad_slot_id, inplace_final_state, output_final_state, state_is_ready
+        )
+        _known.remember(flags, (inplace_final_state, *packed))
     return out, final_state
 
 

@@ -1,8 +1,8 @@
 // decode: the recurrence token by token, for a few tokens per sequence. The state is read once, kept in fp32
 // registers and written once, whatever the number of tokens: at one token the time is that of moving it.
 //
-// One CTA serves a tile: kValues values of the state of one sequence and value head. Each warp holds the
-// state of its own kWarpValues values.
+// One CTA serves a tile, kValues values of the state of one sequence and value head, or up to kPasses such
+// tiles one after the other. Each warp holds the state of its own kWarpValues values.
 #pragma once
 
 #include "../device/barrier.cuh"
@@ -16,12 +16,14 @@ template <class Config>
 struct DecodeStorage {
   union {
     // A [V, K] tile is one block of memory: it arrives here by a bulk copy, and takes no registers meanwhile.
-    alignas(128) typename Config::StateT tile[Config::kVFirst ? Config::kValues * kHeadDim : 1];
+    alignas(128)
+        typename Config::StateT tile[Config::kPasses][Config::kVFirst ? Config::kValues * kHeadDim : 1];
     // Between kTokens tokens and the next: registers are needed to stage these.
     float4 parked[Config::kThreadValues * Config::kThreadKeys / 4][Config::kThreads];
   };
   DecodeToken token[Config::kTokens];
-  alignas(8) uint64_t state_full[Config::kCopies];
+  int64_t target;  // slot of the final state, over several passes: registers are few
+  alignas(8) uint64_t state_full[Config::kPasses][Config::kCopies];
 };
 
 namespace decode {
@@ -139,17 +141,20 @@ constexpr uint16_t kZero = 0, kNaN = 0x7fff;
 // What a CTA works on.
 struct Tile {
   int n, head, first;  // first: value
+  int passes;          // over tiles that follow each other
   int length;          // tokens of the sequence
   int64_t start;       // its first token
 };
 
 template <class Config>
 __device__ __forceinline__ Tile tile_of_block(RecurrentParams const& p) {
-  constexpr unsigned kParts = kHeadDim / Config::kValues;
+  constexpr unsigned kTiles = kHeadDim / Config::kValues;
+  unsigned const parts = Config::kPasses == 1 ? kTiles : gridDim.x / p.value_heads;
   Tile tile;
   tile.n = static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
-  tile.head = blockIdx.x / kParts;
-  tile.first = blockIdx.x % kParts * Config::kValues;
+  tile.head = blockIdx.x / parts;
+  tile.passes = Config::kPasses == 1 ? 1 : kTiles / parts;
+  tile.first = blockIdx.x % parts * tile.passes * Config::kValues;
   if (tile.n >= p.num_seqs) return tile;
   tile.start = sequence_bound(p, tile.n);
   tile.length = static_cast<int>(sequence_bound(p, tile.n + 1) - tile.start);
@@ -159,13 +164,13 @@ __device__ __forceinline__ Tile tile_of_block(RecurrentParams const& p) {
 // After a token: its state to the slot of the token, if it has one.
 template <class Config>
 __device__ __forceinline__ void keep_state(
-    State<Config> const& state, RecurrentParams const& p, Tile const& tile, int t, uint16_t* out) {
+    State<Config> const& state, RecurrentParams const& p, Tile const& tile, int first, int t, uint16_t* out) {
   using T = typename Config::StateT;
   bool const has_slot = t < p.slots.columns;
   int64_t const slot = has_slot ? slot_at(p.slots, tile.n, t) : -1;
   if (has_slot && is_pad(p, slot)) return;
   if (is_inside(p.final_state, slot)) {
-    store_state<Config>(state, head_state<T>(p.final_state, slot, tile.head), tile.first);
+    store_state<Config>(state, head_state<T>(p.final_state, slot, tile.head), first);
   } else if (writes_outputs<Config>()) {
     out[own_value<Config>()] = kNaN;
   }
@@ -240,21 +245,41 @@ __device__ __forceinline__ void unpark(State<Config>& state, DecodeStorage<Confi
   }
 }
 
+// Asks for the tile of a pass, with a copy by each of the first kCopies warps.
+template <class Config>
+__device__ __forceinline__ void request_state(
+    DecodeStorage<Config>& smem, RecurrentParams const& p, Route const& route, Tile const& tile, int pass) {
+  using T = typename Config::StateT;
+  if (threadIdx.x % 32 != 0 || threadIdx.x / 32 >= Config::kCopies) return;
+  constexpr int kSize = Config::kValues * kHeadDim / Config::kCopies;
+  int const copy = threadIdx.x / 32, offset = copy * kSize;
+  uint64_t* const full = &smem.state_full[pass][copy];
+  Barrier::init(full, 1);
+  cutlass::arch::fence_barrier_init();
+  Barrier::arrive_and_expect_tx(full, kSize * sizeof(T));
+  T const* const from = head_state<T const>(p.initial_state, route.source, tile.head);
+  ptx::bulk_load(ptx::smem_address(smem.tile[pass] + offset),
+                 from + (tile.first + pass * Config::kValues) * kHeadDim + offset, kSize * sizeof(T),
+                 ptx::smem_address(full));
+}
+
 template <class Config>
 __device__ __forceinline__ void begin_state(State<Config>& state,
                                             DecodeStorage<Config>& smem,
                                             RecurrentParams const& p,
                                             Route const& route,
                                             Tile const& tile,
+                                            int pass,
                                             bool has_state) {
   using T = typename Config::StateT;
   if (!has_state) {
     state = {};
   } else if constexpr (Config::kVFirst) {
-    Barrier::wait(&smem.state_full[threadIdx.x / (Config::kThreads / Config::kCopies)], 0);
-    load_state<Config>(state, smem.tile, 0);
+    Barrier::wait(&smem.state_full[pass][threadIdx.x / (Config::kThreads / Config::kCopies)], 0);
+    load_state<Config>(state, smem.tile[pass], 0);
   } else {
-    load_state<Config>(state, head_state<T const>(p.initial_state, route.source, tile.head), tile.first);
+    load_state<Config>(state, head_state<T const>(p.initial_state, route.source, tile.head),
+                       tile.first + pass * Config::kValues);
   }
 }
 
@@ -281,63 +306,79 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   Requested requested = {};
   if (!p.state_is_ready) requested = request_tokens(smem, p, tile, Batch<Config>(tile, 0));
   Route const route = route_of(p, tile.n);
+  if (Config::kPasses > 1 && threadIdx.x == 0) smem.target = route.target;
   bool const is_running = tile.length > 0 && route.fate == Fate::kRuns;
   bool const is_dense = p.final_place == FinalPlace::kDense;
   bool const has_state = route.source >= 0 && route.fate == Fate::kRuns && (is_running || is_dense);
-  if (Config::kVFirst && has_state && threadIdx.x % 32 == 0 && threadIdx.x / 32 < Config::kCopies) {
-    constexpr int kSize = Config::kValues * kHeadDim / Config::kCopies;
-    int const copy = threadIdx.x / 32, offset = copy * kSize;
-    uint64_t* const full = &smem.state_full[copy];
-    Barrier::init(full, 1);
-    cutlass::arch::fence_barrier_init();
-    Barrier::arrive_and_expect_tx(full, kSize * sizeof(T));
-    T const* const from = head_state<T const>(p.initial_state, route.source, tile.head);
-    ptx::bulk_load(ptx::smem_address(smem.tile + offset), from + tile.first * kHeadDim + offset,
-                   kSize * sizeof(T), ptx::smem_address(full));
+  // More tokens than are staged at a time take the room of the later tiles: these are then asked for when
+  // their turn comes, and the tokens again.
+  bool const is_long = tile.length > Config::kTokens;
+  if (Config::kVFirst && has_state) {
+#pragma unroll
+    for (int pass = 0; pass < Config::kPasses; ++pass) {
+      if (pass == 0 || (pass < tile.passes && !is_long)) {
+        request_state(smem, p, route, tile, pass);
+      }
+    }
   }
   if (p.state_is_ready) {
     begin();
     requested = request_tokens(smem, p, tile, Batch<Config>(tile, 0));
   }
-
-  int const column = tile.head * kHeadDim + tile.first;
   if (is_running) stage_tokens(smem, p, Batch<Config>(tile, 0), requested);
-  State<Config> state;
+
+  auto const work = [&](int pass) {
+    bool const starts_over = Config::kPasses > 1 && pass > 0 && is_long;
+    if (starts_over) {
+      cutlass::arch::fence_view_async_shared();  // what was parked is written before the copy arrives
+      __syncthreads();
+      if (Config::kVFirst && has_state) request_state(smem, p, route, tile, pass);
+    }
+    int const first = tile.first + pass * Config::kValues, column = tile.head * kHeadDim + first;
+    State<Config> state;
 #pragma unroll 1
-  for (int done = 0; is_running && done < tile.length; done += Config::kTokens) {
-    Batch<Config> const batch(tile, done);
-    if (done > 0) stage_tokens(smem, p, batch, request_tokens(smem, p, tile, batch));
-    __syncthreads();  // these tokens are there, and the barriers
-    if (done > 0) {
-      unpark(state, smem);
-    } else {
-      begin_state<Config>(state, smem, p, route, tile, has_state);
-    }
+    for (int done = 0; is_running && done < tile.length; done += Config::kTokens) {
+      Batch<Config> const batch(tile, done);
+      if (done > 0 || starts_over) stage_tokens(smem, p, batch, request_tokens(smem, p, tile, batch));
+      __syncthreads();  // these tokens are there, and the barriers
+      if (done > 0) {
+        unpark(state, smem);
+      } else {
+        begin_state<Config>(state, smem, p, route, tile, pass, has_state);
+      }
 #pragma unroll 1
-    for (int t = 0; t < batch.count; ++t) {
-      auto* const out =
-          static_cast<uint16_t*>(p.out.data) + (tile.start + done + t) * p.out.row_stride + column;
-      advance<Config>(state, smem.token[t], tile.first, out);
-      if (p.final_place == FinalPlace::kPerToken) keep_state<Config>(state, p, tile, done + t, out);
+      for (int t = 0; t < batch.count; ++t) {
+        auto* const out =
+            static_cast<uint16_t*>(p.out.data) + (tile.start + done + t) * p.out.row_stride + column;
+        advance<Config>(state, smem.token[t], first, out);
+        if (p.final_place == FinalPlace::kPerToken) keep_state<Config>(state, p, tile, first, done + t, out);
+      }
+      if (done + batch.count < tile.length) {
+        __syncthreads();  // tokens and tile are used up
+        park(smem, state);
+      }
     }
-    if (done + batch.count < tile.length) {
-      __syncthreads();  // tokens and tile are used up
-      park(smem, state);
+    if (!is_running) {
+      fill<Config>(p, tile.start, tile.start + tile.length, 1, column,
+                   route.fate == Fate::kBroken ? kNaN : kZero);
+      __syncthreads();  // the barriers are there
+      begin_state<Config>(state, smem, p, route, tile, pass, has_state);
+      if (route.fate == Fate::kBroken) make_nan(state);
     }
-  }
-  if (!is_running) {
-    fill<Config>(p, tile.start, tile.start + tile.length, 1, column,
-                 route.fate == Fate::kBroken ? kNaN : kZero);
-    __syncthreads();  // the barriers are there
-    begin_state<Config>(state, smem, p, route, tile, has_state);
-    if (route.fate == Fate::kBroken) make_nan(state);
-  }
-  bool const to_slot = p.final_place == FinalPlace::kSource || p.final_place == FinalPlace::kGiven;
-  if (is_dense || (to_slot && is_running)) {
-    store_state<Config>(state, head_state<T>(p.final_state, route.target, tile.head), tile.first);
-  }
-  if (p.clear_padding) {
-    fill<Config>(p, sequence_bound(p, p.num_seqs) + tile.n, p.num_tokens, p.num_seqs, column, kZero);
+    bool const to_slot = p.final_place == FinalPlace::kSource || p.final_place == FinalPlace::kGiven;
+    if (is_dense || (to_slot && is_running)) {
+      int64_t const target = Config::kPasses > 1 ? smem.target : route.target;
+      store_state<Config>(state, head_state<T>(p.final_state, target, tile.head), first);
+    }
+    if (p.clear_padding) {
+      fill<Config>(p, sequence_bound(p, p.num_seqs) + tile.n, p.num_tokens, p.num_seqs, column, kZero);
+    }
+  };
+  if constexpr (Config::kPasses == 1) {
+    work(0);
+  } else {
+#pragma unroll 1
+    for (int pass = 0; pass < tile.passes; ++pass) work(pass);
   }
 }
 

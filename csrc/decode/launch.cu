@@ -12,6 +12,9 @@ namespace {
 
 constexpr unsigned kMaxGridY = 65535;
 
+// Heads of a batch from which on each has a CTA of its own: two on every SM of the largest device.
+constexpr int64_t kManyHeads = 2 * 160;
+
 template <class Config>
 Failure launch(RecurrentParams const& p, cudaStream_t stream) {
   // The last row of the grid may pass the end, but not what an int holds.
@@ -19,7 +22,9 @@ Failure launch(RecurrentParams const& p, cudaStream_t stream) {
     return "decode: " + std::to_string(p.num_seqs) + " sequences are none, or more than a CUDA grid holds";
   }
   unsigned const sequences = static_cast<unsigned>(p.num_seqs), rows = std::min(sequences, kMaxGridY);
-  unsigned const tiles = static_cast<unsigned>(p.value_heads) * (kHeadDim / Config::kValues);
+  // A CTA takes several tiles where there are enough of them to fill the device that way too.
+  unsigned const passes = int64_t{p.num_seqs} * p.value_heads >= kManyHeads ? Config::kPasses : 1;
+  unsigned const tiles = static_cast<unsigned>(p.value_heads) * (kHeadDim / Config::kValues / passes);
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -23,6 +23,9 @@ struct DecodeConfig {
   static constexpr int kValues = kWarps * kWarpValues;  // of a tile
   // A [V, K] tile arrives in copies with a barrier each: by warps, or as one. Measured: 1 % for either state.
   static constexpr int kCopies = sizeof(StateT) == 4 ? kWarps : 1;
+  // Tiles that one CTA can take one after the other, asked for together: at two bytes each, one alone is too
+  // few bytes under way, and what is done once per CTA (the tokens) too large a part of the work.
+  static constexpr int kPasses = kVFirst && sizeof(StateT) == 2 ? kHeadDim / kValues : 1;
   static constexpr int kTokens = 8;  // staged at a time
   // By registers: the state takes 32 or 64 of them, [K, V] loads as many again; code for Blackwell needs
   // twenty more than Hopper's.

@@ -11,6 +11,30 @@ struct Options {
   bool gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first;
 };
 
+// What recurrent_native is asked for, in one integer. flashkda/_known.py packs it.
+enum RecurrentFlag : int64_t {
+  kGateInKernel = 1 << 0,
+  kL2norm = 1 << 1,
+  kBetaSigmoid = 1 << 2,
+  kNegEigval = 1 << 3,
+  kStateVFirst = 1 << 4,
+  kHasLowerBound = 1 << 5,
+  kHasPads = 1 << 6,
+  kInPlace = 1 << 7,
+  kOutputFinalState = 1 << 8,
+  kStateIsReady = 1 << 9,
+};
+
+inline Options options_of(int64_t flags, double scale, double lower_bound) {
+  return {scale,
+          flags & kHasLowerBound ? std::optional(lower_bound) : std::nullopt,
+          (flags & kGateInKernel) != 0,
+          (flags & kL2norm) != 0,
+          (flags & kBetaSigmoid) != 0,
+          (flags & kNegEigval) != 0,
+          (flags & kStateVFirst) != 0};
+}
+
 struct Call {
   View q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens;
   Options options;

@@ -178,6 +178,48 @@ bool recurrent_native_out(Tensor const& q,
   return true;
 }
 
+// Token by token with results of its own; the second is none in place, or if not asked for. Throws for
+// tensors that the kernel can't take. `flags` are those of RecurrentFlag: every argument costs the host time.
+std::tuple<Tensor, MaybeTensor> recurrent_native(Tensor const& q,
+                                                 Tensor const& k,
+                                                 Tensor const& v,
+                                                 Tensor const& g,
+                                                 Tensor const& beta,
+                                                 MaybeTensor const& A_log,
+                                                 MaybeTensor const& dt_bias,
+                                                 MaybeTensor const& initial_state,
+                                                 MaybeTensor const& cu_seqlens,
+                                                 MaybeTensor const& slots,
+                                                 MaybeTensor const& final_slots,
+                                                 MaybeTensor const& num_accepted,
+                                                 int64_t flags,
+                                                 double scale,
+                                                 double lower_bound,
+                                                 int64_t pad_slot_id) {
+  Types const types;
+  Call const call = {
+      q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options_of(flags, scale, lower_bound)};
+  bool const in_place = flags & kInPlace;
+  Slots const table = {slots, final_slots, num_accepted,
+                       flags & kHasPads ? std::optional(pad_slot_id) : std::nullopt, in_place};
+  View const kept = in_place ? call.initial_state : View();
+  if (!serves(call, types) || !serves_states(call, table, kept, types)) {
+    throw std::runtime_error("flashkda: the decode kernel can't take these tensors as they are");
+  }
+  Tensor out = empty(4, call.v.sizes, types.bf16, call.q.device);
+  MaybeTensor state;
+  if (!in_place && flags & kOutputFinalState) {
+    std::array<int64_t, 4> const shape = {call.num_seqs(), call.v.sizes[2], kHeadDim, kHeadDim};
+    int32_t const dtype = call.initial_state.given ? call.initial_state.dtype : types.fp32;
+    state = empty(4, shape.data(), dtype, call.q.device);
+  }
+  RecurrentParams params = {};
+  fill(params, call, types, View(out), in_place ? kept : View(state), table, /*clear_padding=*/true);
+  params.state_is_ready = flags & kStateIsReady;
+  enqueue(flashkda_recurrent, params, call.q.device);
+  return {out, state};
+}
+
 // In chunks, with a pool of states if there are slots, with checkpoints, in memory of the caller. False as
 // above.
 bool chunk_pool_native_out(Tensor const& q,
@@ -240,6 +282,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashkda, CUDA, m) {
   m.impl("chunk_native", TORCH_BOX(&chunk_native));
   m.impl("chunk_native_out", TORCH_BOX(&chunk_native_out));
   m.impl("chunk_pool_native_out", TORCH_BOX(&chunk_pool_native_out));
+  m.impl("recurrent_native", TORCH_BOX(&recurrent_native));
   m.impl("recurrent_native_out", TORCH_BOX(&recurrent_native_out));
 }
 

@@ -15,6 +15,7 @@ from support import BACKEND, CASE, DEVICE, GPU, Call, Result, capture, same
 from torch import Tensor
 
 import flashkda
+from flashkda import _known
 
 pytestmark = GPU
 
@@ -98,16 +99,18 @@ def test_rows_past_the_last_sequence_are_zero() -> None:
     assert bool((out[:, 3:] == 7).all())
 
 
-@pytest.mark.parametrize("case", [CASE.but(T=4, B=3), CASE.but(lengths=(2, 5))], ids=ids)
-def test_known_calls_are_the_same(case: KdaCase) -> None:
+@pytest.mark.parametrize("case", [*FORMS, CASE.but(T=2, state_dtype=torch.bfloat16)], ids=ids)
+def test_known_calls_are_the_same(case: KdaCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forced or not, first or later: one native operator and nothing else of flashkda."""
+    monkeypatch.setattr(_known, "_options", {})
     call = case.make(DEVICE)
-    results = []
+    results, names = [], []
     for backend in ("cuda", None, "cuda", None):
         calls = record(
             lambda b=backend: results.append(flashkda.fused_recurrent_kda(**call, backend=b))
         )
-        assert [x[0].name() for x in calls] == ["flashkda::recurrent_native_out"]
+        names += [x[0].name() for x in calls]
+    assert names == ["flashkda::recurrent_native_out"] * 2 + ["flashkda::recurrent_native"] * 2
     assert all(same(x, results[0]) for x in results)
 
 
@@ -184,6 +187,55 @@ def check_pool(
     assert torch.equal(pool.cpu()[untouched], before[untouched])
     assert bool((gaps == SENTINEL).all())
     return o
+
+
+IN_POOL: dict[str, dict[str, Any]] = {
+    "in place": {"index": [7, 2, 11]},
+    "pads": {"index": [7, 0, 11], "pad_slot_id": 0},
+    "negative pads": {"index": [-3, 2, 11], "pad_slot_id": -2},
+    "only read": {"index": [7, 2, 2], "inplace_final_state": False},
+    "to other slots": {"index": [7, 2, 11], "final_state_indices": torch.tensor([1, 0, 5])},
+    "a slot per token": {"index": [[7, 2], [1, 0], [5, 6]]},
+    "accepted": {
+        "index": [[7, 2], [1, 0], [5, 6]], "num_accepted_tokens": torch.tensor([2, 1, 2])
+    },
+    "state is ready": {"index": [7, 2, 11], "state_is_ready": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_POOL)
+def test_known_calls_in_a_pool_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_known, "_options", {})
+    case = CASE.but(T=2, B=3, state=False)
+    index, *more = IN_POOL[name].items()
+    call = case.make(DEVICE) | {x: y.to(DEVICE) if isinstance(y, Tensor) else y for x, y in more}
+    results, names = [], []
+    for _ in range(2):
+        pool, _ = pool_of(case, 12, torch.float32, 16)
+        slots = torch.tensor(index[1], device=DEVICE)
+        decoded: list[Any] = []
+        calls = record(
+            lambda p=pool, i=slots, d=decoded: d.extend(
+                flashkda.fused_recurrent_kda(**call, initial_state=p, ssm_state_indices=i)
+            )
+        )
+        names += [x[0].name() for x in calls]
+        results.append((*decoded, pool))
+    assert names == ["flashkda::recurrent_native_out", "flashkda::recurrent_native"]
+    assert same(*results)
+    for o, state, pool in results:
+        assert (state is pool) is (name != "only read")
+        assert o.shape == call["v"].shape
+
+
+def test_a_pool_that_requires_grad_is_not_overwritten() -> None:
+    case = CASE.but(T=1, B=1, state=False)
+    call = case.make(DEVICE) | {"ssm_state_indices": torch.tensor([1], device=DEVICE)}
+    pool, _ = pool_of(case, 3, torch.float32, 0)
+    with torch.no_grad():
+        flashkda.fused_recurrent_kda(**call, initial_state=pool)
+        with pytest.raises(ValueError, match="does not require grad"):
+            flashkda.fused_recurrent_kda(**call, initial_state=pool.requires_grad_())
 
 
 ORDER = [7, 2, 11, 0]
