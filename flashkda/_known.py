@@ -46,10 +46,15 @@ def remember(flags: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     _options[_key(flags)] = options
 
 
-def run(tensors: tuple[Any, ...], *options: Any) -> tuple[Tensor, Tensor] | None:
-    """Outputs and final states (q to cu_seqlens of the operator); None if it declines the call."""
+def run(tensors: tuple[Any, ...], *options: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Outputs and final states; None if the kernels decline the call.
+
+    ``tensors`` are q to cu_seqlens of the operator, ``options`` what follows them.
+    """
     try:
-        results: tuple[Tensor, Tensor] = torch.ops.flashkda.chunk_native.default(*tensors, *options)
+        results: tuple[Tensor, Tensor | None] = torch.ops.flashkda.chunk_native.default(
+            *tensors, *options
+        )
     except (RuntimeError, TypeError):  # the checked way finds the words for it
         return None
     return results

@@ -51,8 +51,8 @@ _library.define(
     f"Tensor(b!)? final_state, {_OPTIONS}, bool gate_is_bounded, str? backend) -> ()"
 )
 _library.define(
-    f"chunk_native({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, bool output_final_state, "
-    f"{_OPTIONS}, bool gate_is_bounded, int? max_seqlen=None) -> (Tensor, Tensor)"
+    f"chunk_native({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
+    "int flags, float scale, float lower_bound) -> (Tensor, Tensor?)"
 )
 _library.define(
     f"chunk_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) out, "
@@ -376,13 +376,10 @@ def _writes_only(*args: Any) -> None:
     """Fake of an operator that only writes into its arguments."""
 
 
-def _native_fake(*args: Any, max_seqlen: int | None = None) -> tuple[Tensor, Tensor]:
-    return _chunk_fake(*args[:17])  # less gate_is_bounded and max_seqlen
-
-
-def _recurrent_native_fake(*args: Any) -> tuple[Tensor, Tensor | None]:
+def _native_fake(*args: Any) -> tuple[Tensor, Tensor | None]:
+    """Fake of ``chunk_native`` and ``recurrent_native``: flags are the first integer."""
     q, v, initial_state, cu_seqlens = args[0], args[2], args[7], args[8]
-    flags = _native.RecurrentFlag(args[12])
+    flags = _native.CallFlag(next(x for x in args if isinstance(x, int)))
     out = new_out(v, cu_seqlens)
     if flags.IN_PLACE in flags or flags.OUTPUT_FINAL_STATE not in flags:
         return out, None
@@ -447,8 +444,8 @@ def _register() -> None:
     for name, (implementation, fake) in implementations.items():
         _library.impl(name, _isolated(implementation), "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashkda::{name}", fake, lib=_library)
-    torch.library.register_fake("flashkda::chunk_native", _native_fake, lib=_library)
-    torch.library.register_fake("flashkda::recurrent_native", _recurrent_native_fake, lib=_library)
+    for name in ("chunk_native", "recurrent_native"):
+        torch.library.register_fake(f"flashkda::{name}", _native_fake, lib=_library)
     for name in ("chunk_native_out", "chunk_pool_native_out", "recurrent_native_out"):
         torch.library.register_fake(f"flashkda::{name}", _serves, lib=_library)
     torch.library.register_autograd(

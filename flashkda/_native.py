@@ -177,6 +177,52 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+class CallFlag(enum.IntFlag):
+    """What ``chunk_native`` and ``recurrent_native`` are asked for, in one argument.
+
+    csrc/torch/call.h has the same.
+    """
+
+    GATE_IN_KERNEL = 1 << 0
+    L2NORM = 1 << 1
+    BETA_SIGMOID = 1 << 2
+    NEG_EIGVAL = 1 << 3
+    STATE_V_FIRST = 1 << 4
+    HAS_LOWER_BOUND = 1 << 5
+    OUTPUT_FINAL_STATE = 1 << 6
+    GATE_IS_BOUNDED = 1 << 7
+    HAS_PADS = 1 << 8
+    IN_PLACE = 1 << 9
+    STATE_IS_READY = 1 << 10
+
+
+def _pack(options: tuple[Any, ...], *more: bool) -> tuple[int, float, float]:
+    """``options`` are scale to state_v_first, ``more`` the flags from OUTPUT_FINAL_STATE on."""
+    scale, lower_bound, *switches = options
+    on = (*switches, lower_bound is not None, *more)
+    return sum(1 << bit for bit, is_on in enumerate(on) if is_on), scale, lower_bound or 0.0
+
+
+def chunk_options(
+    options: tuple[Any, ...], output_final_state: bool, gate_is_bounded: bool
+) -> tuple[int, float, float]:
+    """What ``chunk_native`` takes after its tensors. ``options``: scale to state_v_first."""
+    return _pack(options, output_final_state, gate_is_bounded)
+
+
+def recurrent_options(
+    options: tuple[Any, ...],
+    output_final_state: bool,
+    pad_slot_id: int | None,
+    in_place: bool,
+    state_is_ready: bool,
+) -> tuple[int, float, float, int]:
+    """What ``recurrent_native`` takes after its tensors. ``options``: scale to state_v_first."""
+    has_pads = pad_slot_id is not None
+    packed = _pack(options, output_final_state, False, has_pads, in_place, state_is_ready)
+    return *packed, pad_slot_id or 0
+
+
 def operator(*args: Any) -> bool:
     """The kernels on tensors as they are; False, and nothing is done, if they can't take them."""
     served: bool = torch.ops.flashkda.chunk_native_out.default(*args)
@@ -303,36 +349,6 @@ def chunk_pool_out(
         *options,
     )
     _deliver(served, outputs, states)
-
-
-class RecurrentFlag(enum.IntFlag):
-    """What ``recurrent_native`` is asked for, in one argument; csrc/torch/call.h has the same."""
-
-    GATE_IN_KERNEL = 1 << 0
-    L2NORM = 1 << 1
-    BETA_SIGMOID = 1 << 2
-    NEG_EIGVAL = 1 << 3
-    STATE_V_FIRST = 1 << 4
-    HAS_LOWER_BOUND = 1 << 5
-    HAS_PADS = 1 << 6
-    IN_PLACE = 1 << 7
-    OUTPUT_FINAL_STATE = 1 << 8
-    STATE_IS_READY = 1 << 9
-
-
-def recurrent_options(
-    options: tuple[Any, ...],
-    pad_slot_id: int | None,
-    in_place: bool,
-    output_final_state: bool,
-    state_is_ready: bool,
-) -> tuple[int, float, float, int]:
-    """The arguments of ``recurrent_native`` after its tensors. ``options``: scale to v_first."""
-    scale, lower_bound, *switches = options
-    switches += [lower_bound is not None, pad_slot_id is not None]
-    switches += [in_place, output_final_state, state_is_ready]
-    flags = sum(flag for flag, on in zip(RecurrentFlag, switches, strict=True) if on)
-    return int(flags), scale, lower_bound or 0.0, pad_slot_id or 0
 
 
 def recurrent_operator(*args: Any) -> bool:

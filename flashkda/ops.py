@@ -211,9 +211,9 @@ def chunk_kda(
     )  # fmt: skip
     known = _known.find(q, others, flags) if is_plain else None
     if known is not None:
-        results = _known.run((q, *others), output_final_state, *known)
+        results = _known.run((q, *others), *known)
         if results is not None:
-            return results[0], results[1] if output_final_state else None
+            return results
 
     valid.refuse("cp_context", cp_context is not None, "context parallelism over several devices")
     valid.require_bool("return_intermediate_states", return_intermediate_states)
@@ -317,7 +317,8 @@ def chunk_kda(
         tensors, cu_seqlens, cu_seqlens_cpu, out, final_state, options, gate_is_bounded,
         max_seqlen, backend,
     ):  # fmt: skip
-        _known.remember(flags, (*options, gate_is_bounded))
+        packed = _native.chunk_options(options, output_final_state, gate_is_bounded)
+        _known.remember(flags, packed)
     return out, final_state
 
 
@@ -491,7 +492,7 @@ def fused_recurrent_kda(
         options, state_is_ready, backend,
     ):  # fmt: skip
         packed = _native.recurrent_options(
-            options, pad_slot_id, inplace_final_state, output_final_state, state_is_ready
+            options, output_final_state, pad_slot_id, inplace_final_state, state_is_ready
         )
         _known.remember(flags, (inplace_final_state, *packed))
     return out, final_state

@@ -89,9 +89,10 @@ def test_the_short_way_gives_the_kernel_the_same(kernels: Kernels, name: str) ->
 
     pad_slot_id, in_place, _, _, final_state = slow[12:17]
     scale, lower_bound, *switches = slow[17:]
-    flags = _native.RecurrentFlag(fast[12])
-    on = [flag in flags for flag in _native.RecurrentFlag]
-    *options, has_bound, has_pads, is_in_place, outputs, is_ready = on
+    flags = _native.CallFlag(fast[12])
+    on = [flag in flags for flag in _native.CallFlag]
+    *options, has_bound, outputs, is_bounded, has_pads, is_in_place, is_ready = on
+    assert not is_bounded  # of the chunked form
     assert [*options, is_ready] == switches
     assert (fast[14] if has_bound else None) == lower_bound
     assert (fast[15] if has_pads else None) == pad_slot_id
@@ -108,10 +109,10 @@ def test_the_short_way_gives_the_kernel_the_same(kernels: Kernels, name: str) ->
 
 def test_flags_are_those_of_the_binding() -> None:
     header = Path(__file__).parents[1] / "csrc/torch/call.h"
-    body = re.search(r"enum RecurrentFlag.*?{(.*?)}", header.read_text(), re.DOTALL)
+    body = re.search(r"enum CallFlag.*?{(.*?)}", header.read_text(), re.DOTALL)
     assert body is not None
     bits = {name: 1 << int(bit) for name, bit in re.findall(r"k(\w+) = 1 << (\d+)", body[1])}
-    names = {x.name.replace("_", "").lower(): x.value for x in _native.RecurrentFlag if x.name}
+    names = {x.name.replace("_", "").lower(): x.value for x in _native.CallFlag if x.name}
     assert {name.lower(): bit for name, bit in bits.items()} == names
 
 

@@ -409,12 +409,14 @@ class KnownCalls(list[tuple[Any, ...]]):
     """What the operators got from known calls; ``declines`` makes them decline."""
 
     declines: type[Exception] | None = None
+    last: tuple[Tensor, Tensor]
 
     def results(self, *args: Any) -> tuple[Tensor, Tensor]:
         if self.declines is not None:
             raise self.declines("no")
         self.append(args)
-        return torch.empty_like(args[2]), torch.empty(1)
+        self.last = torch.empty_like(args[2]), torch.empty(1)
+        return self.last
 
     def into(self, *args: Any) -> bool:
         if self.declines is not None:
@@ -455,9 +457,16 @@ def test_a_known_call_gives_the_kernels_the_same(
     second = flashkda.chunk_kda(**call)
     (slow,), (fast,) = checked, calls
     assert all(x is y for x, y in zip(slow[:9], fast[:9], strict=True))  # the inputs
-    assert fast[9] is call["output_final_state"]
-    assert (*map(type, slow[11:-1]), *slow[11:-1]) == (*map(type, fast[10:]), *fast[10:])
-    assert (second[1] is not None) is call["output_final_state"]
+    flags = _native.CallFlag(fast[9])
+    on = [flag in flags for flag in _native.CallFlag]
+    *options, has_bound, outputs, is_bounded = on[:8]
+    scale, lower_bound, *switches, bounded = slow[11:-1]  # less max_seqlen
+    assert (options, is_bounded, fast[10]) == (switches, bounded, scale)
+    assert (fast[11] if has_bound else None) == lower_bound
+    assert list(map(type, fast[9:])) == [int, float, float]
+    assert outputs is call["output_final_state"]
+    assert not any(on[8:])
+    assert all(x is y for x, y in zip(second, calls.last, strict=True))
 
 
 def test_a_known_fwd(known: tuple[list[tuple[Any, ...]], KnownCalls]) -> None:

@@ -11,18 +11,20 @@ struct Options {
   bool gate_in_kernel, l2norm, beta_sigmoid, neg_eigval, state_v_first;
 };
 
-// What recurrent_native is asked for, in one integer. flashkda/_known.py packs it.
-enum RecurrentFlag : int64_t {
+// What the operators with results of their own are asked for, in one argument, since each costs the host
+// time. flashkda/_native.py packs them.
+enum CallFlag : int64_t {
   kGateInKernel = 1 << 0,
   kL2norm = 1 << 1,
   kBetaSigmoid = 1 << 2,
   kNegEigval = 1 << 3,
   kStateVFirst = 1 << 4,
   kHasLowerBound = 1 << 5,
-  kHasPads = 1 << 6,
-  kInPlace = 1 << 7,
-  kOutputFinalState = 1 << 8,
-  kStateIsReady = 1 << 9,
+  kOutputFinalState = 1 << 6,
+  kGateIsBounded = 1 << 7,  // of chunk_native; what follows is recurrent_native's
+  kHasPads = 1 << 8,
+  kInPlace = 1 << 9,
+  kStateIsReady = 1 << 10,
 };
 
 inline Options options_of(int64_t flags, double scale, double lower_bound) {

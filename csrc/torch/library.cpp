@@ -97,40 +97,38 @@ bool chunk_native_out(Tensor const& q,
   return true;
 }
 
-// With results of its own. Throws for tensors that the kernels can't take.
-std::tuple<Tensor, Tensor> chunk_native(Tensor const& q,
-                                        Tensor const& k,
-                                        Tensor const& v,
-                                        Tensor const& g,
-                                        Tensor const& beta,
-                                        MaybeTensor const& A_log,
-                                        MaybeTensor const& dt_bias,
-                                        MaybeTensor const& initial_state,
-                                        MaybeTensor const& cu_seqlens,
-                                        bool output_final_state,
-                                        double scale,
-                                        std::optional<double> lower_bound,
-                                        bool gate_in_kernel,
-                                        bool l2norm,
-                                        bool beta_sigmoid,
-                                        bool neg_eigval,
-                                        bool state_v_first,
-                                        bool gate_is_bounded,
-                                        std::optional<int64_t> max_seqlen) {
+// New final states of a call, if it is asked for them.
+MaybeTensor new_final_state(Call const& call, Types const& types, int64_t flags) {
+  if ((flags & kOutputFinalState) == 0) return std::nullopt;
+  std::array<int64_t, 4> const shape = {call.num_seqs(), call.v.sizes[2], kHeadDim, kHeadDim};
+  int32_t const dtype = call.initial_state.given ? call.initial_state.dtype : types.fp32;
+  return empty(4, shape.data(), dtype, call.q.device);
+}
+
+// With results of its own: outputs, and final states if the flags, of CallFlag, ask for them. Throws for
+// tensors that the kernels can't take.
+std::tuple<Tensor, MaybeTensor> chunk_native(Tensor const& q,
+                                             Tensor const& k,
+                                             Tensor const& v,
+                                             Tensor const& g,
+                                             Tensor const& beta,
+                                             MaybeTensor const& A_log,
+                                             MaybeTensor const& dt_bias,
+                                             MaybeTensor const& initial_state,
+                                             MaybeTensor const& cu_seqlens,
+                                             int64_t flags,
+                                             double scale,
+                                             double lower_bound) {
   Types const types;
-  Options const options = {scale,        lower_bound, gate_in_kernel, l2norm,
-                           beta_sigmoid, neg_eigval,  state_v_first};
+  Options const options = options_of(flags, scale, lower_bound);
   Call const call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
   if (!serves(call, types) || !are_states(call.initial_state, call, types)) {
     throw std::runtime_error("flashkda: the kernels can't take these tensors as they are");
   }
   Tensor out = empty(4, call.v.sizes, types.bf16, call.q.device);
-  int64_t const num_states = output_final_state ? call.num_seqs() : 0;
-  std::array<int64_t, 4> const shape = {num_states, call.v.sizes[2], kHeadDim, kHeadDim};
-  int32_t const dtype = call.initial_state.given ? call.initial_state.dtype : types.fp32;
-  Tensor state = empty(4, shape.data(), dtype, call.q.device);
-  run_chunk(call, types, View(out), output_final_state ? View(state) : View(), {},
-            {gate_is_bounded, max_seqlen, /*clear_padding=*/true});
+  MaybeTensor state = new_final_state(call, types, flags);
+  bool const gate_is_bounded = flags & kGateIsBounded;
+  run_chunk(call, types, View(out), View(state), {}, {gate_is_bounded, std::nullopt, /*clear_padding=*/true});
   return {out, state};
 }
 
@@ -178,8 +176,7 @@ bool recurrent_native_out(Tensor const& q,
   return true;
 }
 
-// Token by token with results of its own; the second is none in place, or if not asked for. Throws for
-// tensors that the kernel can't take. `flags` are those of RecurrentFlag: every argument costs the host time.
+// The same with results of its own, as chunk_native; in place, without a second one.
 std::tuple<Tensor, MaybeTensor> recurrent_native(Tensor const& q,
                                                  Tensor const& k,
                                                  Tensor const& v,
@@ -197,22 +194,18 @@ std::tuple<Tensor, MaybeTensor> recurrent_native(Tensor const& q,
                                                  double lower_bound,
                                                  int64_t pad_slot_id) {
   Types const types;
-  Call const call = {
-      q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options_of(flags, scale, lower_bound)};
+  Options const options = options_of(flags, scale, lower_bound);
+  Call const call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
   bool const in_place = flags & kInPlace;
-  Slots const table = {slots, final_slots, num_accepted,
-                       flags & kHasPads ? std::optional(pad_slot_id) : std::nullopt, in_place};
+  auto const pads = flags & kHasPads ? std::optional(pad_slot_id) : std::nullopt;
+  Slots const table = {slots, final_slots, num_accepted, pads, in_place};
   View const kept = in_place ? call.initial_state : View();
   if (!serves(call, types) || !serves_states(call, table, kept, types)) {
     throw std::runtime_error("flashkda: the decode kernel can't take these tensors as they are");
   }
   Tensor out = empty(4, call.v.sizes, types.bf16, call.q.device);
   MaybeTensor state;
-  if (!in_place && flags & kOutputFinalState) {
-    std::array<int64_t, 4> const shape = {call.num_seqs(), call.v.sizes[2], kHeadDim, kHeadDim};
-    int32_t const dtype = call.initial_state.given ? call.initial_state.dtype : types.fp32;
-    state = empty(4, shape.data(), dtype, call.q.device);
-  }
+  if (!in_place) state = new_final_state(call, types, flags);
   RecurrentParams params = {};
   fill(params, call, types, View(out), in_place ? kept : View(state), table, /*clear_padding=*/true);
   params.state_is_ready = flags & kStateIsReady;
