@@ -63,6 +63,9 @@ def main() -> int:
     # Nothing is taken from, or left in, the user's caches.
     os.environ["RATTLER_CACHE_DIR"] = str(WORK / "cache")
     shutil.rmtree(CHANNEL, ignore_errors=True)
+    # rattler-build takes the tests of a cached package, and the last run's has the same name.
+    for stale in (WORK / "cache/pkgs").glob("flashkda-*"):
+        shutil.rmtree(stale, ignore_errors=True)
     WORK.mkdir(parents=True, exist_ok=True)
 
     step("stand-ins for the packages of conda-forge")
