@@ -52,12 +52,10 @@ def run(tensors: tuple[Any, ...], *options: Any) -> tuple[Tensor, Tensor | None]
     ``tensors`` are q to cu_seqlens of the operator, ``options`` what follows them.
     """
     try:
-        results: tuple[Tensor, Tensor | None] = torch.ops.flashkda.chunk_native.default(
-            *tensors, *options
-        )
+        out, final_state = torch.ops.flashkda.chunk_native.default(*tensors, *options)
     except (RuntimeError, TypeError):  # the checked way finds the words for it
         return None
-    return results
+    return None if out is None else (out, final_state)
 
 
 def run_into(out: Any, final_state: Any, tensors: tuple[Any, ...], *options: Any) -> bool:
@@ -84,4 +82,4 @@ def run_recurrent(
         out, final_state = torch.ops.flashkda.recurrent_native.default(*tensors, *options)
     except (RuntimeError, TypeError):
         return None
-    return out, state if in_place else final_state
+    return None if out is None else (out, state if in_place else final_state)

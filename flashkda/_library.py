@@ -52,7 +52,7 @@ _library.define(
 )
 _library.define(
     f"chunk_native({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "
-    "int flags, float scale, float lower_bound) -> (Tensor, Tensor?)"
+    "int flags, float scale, float lower_bound) -> (Tensor?, Tensor?)"
 )
 _library.define(
     f"chunk_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) out, "
@@ -61,7 +61,7 @@ _library.define(
 _library.define(
     f"recurrent_native({_TENSORS}, Tensor(a!)? initial_state, Tensor? cu_seqlens, "
     "Tensor? ssm_state_indices, Tensor? final_state_indices, Tensor? num_accepted_tokens, "
-    "int flags, float scale, float lower_bound, int pad_slot_id) -> (Tensor, Tensor?)"
+    "int flags, float scale, float lower_bound, int pad_slot_id) -> (Tensor?, Tensor?)"
 )
 _library.define(
     f"recurrent_native_out({_TENSORS}, Tensor? initial_state, Tensor? cu_seqlens, "

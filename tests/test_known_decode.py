@@ -25,15 +25,18 @@ class Kernels:
     def __init__(self) -> None:
         self.checked: list[tuple[Any, ...]] = []
         self.known: list[tuple[Any, ...]] = []
-        self.declines: type[Exception] | None = None
+        self.error: type[Exception] | None = None
+        self.declines = False
 
     def into(self, *args: Any) -> bool:
         self.checked.append(args)
         return True
 
-    def default(self, *args: Any) -> tuple[Tensor, Tensor | None]:
-        if self.declines is not None:
-            raise self.declines("no")
+    def default(self, *args: Any) -> tuple[Tensor | None, Tensor | None]:
+        if self.error is not None:
+            raise self.error("no")
+        if self.declines:
+            return None, None
         self.known.append(args)
         return torch.full_like(args[2], 7.0), torch.full((1,), 8.0)
 
@@ -116,10 +119,12 @@ def test_flags_are_those_of_the_binding() -> None:
     assert {name.lower(): bit for name, bit in bits.items()} == names
 
 
-@pytest.mark.parametrize("error", [RuntimeError, TypeError])
-def test_what_the_kernel_declines_is_checked(kernels: Kernels, error: type[Exception]) -> None:
+@pytest.mark.parametrize("error", [None, RuntimeError, TypeError])
+def test_what_the_kernel_declines_is_checked(
+    kernels: Kernels, error: type[Exception] | None
+) -> None:
     flashkda.fused_recurrent_kda(**pool_call())
-    kernels.declines = error
+    kernels.error, kernels.declines = error, error is None
     flashkda.fused_recurrent_kda(**pool_call())
     assert len(kernels.checked) == 2
     for slots in (torch.tensor([1, 2]), [1, 4, 2]):

@@ -120,11 +120,18 @@ __device__ __forceinline__ void warpgroup_step(StateRows& state,
   residual<Config>(x, wanted, beta_key);
   // U = R + (T - I) R: the identity part is never rounded.
   TokenOperand<Config> const wrong_values = as_operand<Config>(x);
-  wgmma::pin(flat(x.c[0]));
-  wgmma::begin();
-  start_times_lower<Config>(x, wrong_values, record.inverse);
+  if constexpr (Config::kDecaysLate) {
+    // By mma.sync, which leaves out what is above the diagonal: a zero there times the NaN of a later token
+    // would reach a state that is kept before it.
+    times_lower<Config>(x, wrong_values, record.inverse);
+  } else {
+    wgmma::pin(flat(x.c[0]));
+    wgmma::begin();
+    start_times_lower<Config>(x, wrong_values, record.inverse);
+  }
   TokenFactors<Config> const inverse_key(record.inverse_key);
-  wgmma::wait<1>();  // o: nothing reads the state's operand any more
+  // o: nothing reads the state's operand any more.
+  wgmma::wait<Config::kDecaysLate ? 0 : 1>();
   if constexpr (!Config::kDecaysLate) decay_state(state, record.decay);
   TokenFactors<Config> const output(record.output);
   wgmma::wait<0>();  // x

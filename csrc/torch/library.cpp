@@ -105,25 +105,25 @@ MaybeTensor new_final_state(Call const& call, Types const& types, int64_t flags)
   return empty(4, shape.data(), dtype, call.q.device);
 }
 
-// With results of its own: outputs, and final states if the flags, of CallFlag, ask for them. Throws for
-// tensors that the kernels can't take.
-std::tuple<Tensor, MaybeTensor> chunk_native(Tensor const& q,
-                                             Tensor const& k,
-                                             Tensor const& v,
-                                             Tensor const& g,
-                                             Tensor const& beta,
-                                             MaybeTensor const& A_log,
-                                             MaybeTensor const& dt_bias,
-                                             MaybeTensor const& initial_state,
-                                             MaybeTensor const& cu_seqlens,
-                                             int64_t flags,
-                                             double scale,
-                                             double lower_bound) {
+// With results of its own: outputs, and final states if the flags, of CallFlag, ask for them. Neither, and
+// nothing is done, for tensors that the kernels can't take.
+std::tuple<MaybeTensor, MaybeTensor> chunk_native(Tensor const& q,
+                                                  Tensor const& k,
+                                                  Tensor const& v,
+                                                  Tensor const& g,
+                                                  Tensor const& beta,
+                                                  MaybeTensor const& A_log,
+                                                  MaybeTensor const& dt_bias,
+                                                  MaybeTensor const& initial_state,
+                                                  MaybeTensor const& cu_seqlens,
+                                                  int64_t flags,
+                                                  double scale,
+                                                  double lower_bound) {
   Types const types;
   Options const options = options_of(flags, scale, lower_bound);
   Call const call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
   if (!serves(call, types) || !are_states(call.initial_state, call, types)) {
-    throw std::runtime_error("flashkda: the kernels can't take these tensors as they are");
+    return {std::nullopt, std::nullopt};
   }
   Tensor out = empty(4, call.v.sizes, types.bf16, call.q.device);
   MaybeTensor state = new_final_state(call, types, flags);
@@ -177,22 +177,22 @@ bool recurrent_native_out(Tensor const& q,
 }
 
 // The same with results of its own, as chunk_native; in place, without a second one.
-std::tuple<Tensor, MaybeTensor> recurrent_native(Tensor const& q,
-                                                 Tensor const& k,
-                                                 Tensor const& v,
-                                                 Tensor const& g,
-                                                 Tensor const& beta,
-                                                 MaybeTensor const& A_log,
-                                                 MaybeTensor const& dt_bias,
-                                                 MaybeTensor const& initial_state,
-                                                 MaybeTensor const& cu_seqlens,
-                                                 MaybeTensor const& slots,
-                                                 MaybeTensor const& final_slots,
-                                                 MaybeTensor const& num_accepted,
-                                                 int64_t flags,
-                                                 double scale,
-                                                 double lower_bound,
-                                                 int64_t pad_slot_id) {
+std::tuple<MaybeTensor, MaybeTensor> recurrent_native(Tensor const& q,
+                                                      Tensor const& k,
+                                                      Tensor const& v,
+                                                      Tensor const& g,
+                                                      Tensor const& beta,
+                                                      MaybeTensor const& A_log,
+                                                      MaybeTensor const& dt_bias,
+                                                      MaybeTensor const& initial_state,
+                                                      MaybeTensor const& cu_seqlens,
+                                                      MaybeTensor const& slots,
+                                                      MaybeTensor const& final_slots,
+                                                      MaybeTensor const& num_accepted,
+                                                      int64_t flags,
+                                                      double scale,
+                                                      double lower_bound,
+                                                      int64_t pad_slot_id) {
   Types const types;
   Options const options = options_of(flags, scale, lower_bound);
   Call const call = {q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, options};
@@ -201,7 +201,7 @@ std::tuple<Tensor, MaybeTensor> recurrent_native(Tensor const& q,
   Slots const table = {slots, final_slots, num_accepted, pads, in_place};
   View const kept = in_place ? call.initial_state : View();
   if (!serves(call, types) || !serves_states(call, table, kept, types)) {
-    throw std::runtime_error("flashkda: the decode kernel can't take these tensors as they are");
+    return {std::nullopt, std::nullopt};
   }
   Tensor out = empty(4, call.v.sizes, types.bf16, call.q.device);
   MaybeTensor state;

@@ -8,13 +8,15 @@ import pytest
 import torch
 from cases import KdaCase
 from errors import BF16, check_pair
-from pools import CheckpointCase, run_with_checkpoints
+from pools import CheckpointCase, empty_pool, run_with_checkpoints
 from support import (
     BACKEND,
     CASE,
     DEVICE,
     GPU,
     IN_CHUNKS,
+    Call,
+    finite,
     forced_mma_sync,
     run,
     same,
@@ -101,3 +103,26 @@ def test_forms_keep_the_same_states(gate: str, dtype: torch.dtype, heads: int) -
     got = kept()
     with forced_mma_sync():
         assert same(kept(), got)
+
+
+@pytest.mark.parametrize("heads", [2, 64])
+@pytest.mark.parametrize("name", ["k", "v", "beta"])
+@pytest.mark.parametrize("nan_from", [20, 52])
+def test_a_kept_state_has_nothing_of_later_tokens(nan_from: int, name: str, heads: int) -> None:
+    """Not even their NaN, in the other half of the chunk that it is kept in the middle of."""
+    case = CASE.but(H=heads, state_v_first=True)
+    offsets = torch.tensor([[16, 48]], device=DEVICE)
+    slots = torch.tensor([[0, 1]], device=DEVICE)
+
+    def kept(call: Call) -> torch.Tensor:
+        states = empty_pool(case, 2, torch.float32, DEVICE)
+        run(call, checkpoint_states=states, checkpoint_offsets=offsets, checkpoint_indices=slots)
+        return states[: 1 if nan_from < 48 else 2]
+
+    call = case.make(DEVICE)
+    want = kept(call)
+    call[name][:, nan_from:] = float("nan")
+    assert finite(want)
+    assert same(kept(call), want)
+    with forced_mma_sync():
+        assert same(kept(call), want)
