@@ -18,14 +18,14 @@ torch_version() {
   "$1" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true
 }
 
-# ensure_torch PYTHON: a torch that the package accepts is left alone. Otherwise one fixed version,
+# ensure_torch PYTHON: a torch that the package can be built with is left alone. Otherwise one fixed version,
 # since the newest is another one every month; TORCH asks for a different one. numpy only keeps torch
 # from warning at every start that it is missing.
 ensure_torch() {
   local have
   have=$(torch_version "$1")
   if [ -n "${TORCH:-}" ] ||
-    ! "$1" -c 'import sys; sys.exit(tuple(map(int, sys.argv[1].split(".")[:2])) < (2, 9))' "${have:-0.0}"; then
+    ! "$1" -c 'import sys; sys.exit(tuple(map(int, sys.argv[1].split(".")[:2])) < (2, 10))' "${have:-0.0}"; then
     "$1" -m pip install --quiet "torch==${TORCH:-2.13.0}" numpy
   fi
   echo "torch $(torch_version "$1")"
@@ -33,6 +33,7 @@ ensure_torch() {
 
 # ensure_build_tools PYTHON: what an isolated build would download, installed once instead.
 ensure_build_tools() {
+  command -v "${CXX:-g++}" >/dev/null || { echo "no ${CXX:-g++} on PATH: apt-get install g++, or set CXX" >&2; return 1; }
   "$1" -m pip install --quiet 'build>=1.2' 'scikit-build-core>=0.11' 'cmake>=3.24' 'ninja>=1.10' 'wheel>=0.46' \
     'ziglang==0.17.*'
   # Its headers are all that is used: not the Python packages that it asks for.

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Format, lint, types and spelling, with the tools on PATH: pip install '.[lint]'.
+# Format, lint, types and spelling, with the tools on PATH: pip install -C wheel.cmake=false '.[lint]'.
 # .pre-commit-config.yaml runs the same commands on the files of a commit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 for tool in ruff mypy typos clang-format; do
-  command -v "$tool" >/dev/null || { echo "ci/lint.sh: no $tool on PATH: pip install '.[lint]'" >&2; exit 1; }
+  command -v "$tool" >/dev/null || { echo "ci/lint.sh: no $tool on PATH: pip install -C wheel.cmake=false '.[lint]'" >&2; exit 1; }
 done
 
 # No other run reaches every branch of every script.

@@ -86,6 +86,7 @@ def fwd(
     known = _known.find(q, (*others, out, final_state), flags) if is_plain else None
     if known is not None and _known.run_into(out, final_state, (q, *others), *known):
         return
+    valid.refuse_tangents("fwd", q, *others)
     lower_bound = valid.resolve_lower_bound(lower_bound)
     _check_inputs(
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens,

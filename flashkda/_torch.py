@@ -129,6 +129,7 @@ class Activated:
     """Inputs of a segment as the equations have them, ``[chunks, HV, C, ...]``."""
 
     q: Tensor | None  # scaled; None where only the state is wanted
+    unscaled_q: Tensor | None
     k: Tensor
     v: Tensor
     log_decay: Tensor
@@ -170,6 +171,7 @@ def activate(inputs: Inputs, segment: Segment, chunk_size: int, *, with_q: bool)
             beta.masked_fill_(past_end, 0)
     return Activated(
         q=None if q is None else q * options.scale,
+        unscaled_q=q,
         k=k,
         v=load(inputs.v),
         log_decay=log_decay,
@@ -445,7 +447,7 @@ def _activations_backward(
 ) -> None:
     """From gradients of the activated inputs ``[chunks, HV, C, ...]`` to those of the arguments."""
     options = inputs.options
-    assert activated.q is not None
+    assert activated.unscaled_q is not None
     grad_q = grad_q * options.scale
 
     def rows_backward(grad: Tensor, rows: Tensor, inverse_norm: Tensor | None) -> Tensor:
@@ -455,8 +457,8 @@ def _activations_backward(
             rows = rows[:, ::repeats]
         return grad if inverse_norm is None else act.l2norm_backward(rows, inverse_norm, grad)
 
-    unit_q = activated.q / options.scale
-    _scatter(grads.q, segment, rows_backward(grad_q, unit_q, activated.q_inverse_norm))
+    q_backward = rows_backward(grad_q, activated.unscaled_q, activated.q_inverse_norm)
+    _scatter(grads.q, segment, q_backward)
     _scatter(grads.k, segment, rows_backward(grad_k, activated.k, activated.k_inverse_norm))
     _scatter(grads.v, segment, grad_v)
     if options.gate_in_kernel:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -63,10 +64,21 @@ def require_writable(name: str, x: Tensor) -> None:
     """A tensor that is written in place."""
     if x.requires_grad:
         raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
-    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+    if _may_overlap(x):
         raise ValueError(
             f"{name}: expected elements that do not overlap, got strides {list(x.stride())}"
         )
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Whether elements share memory, unless dimensions of small strides nest in larger ones."""
+    reach = 0  # of all elements in the dimensions before, from the first to the last
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return x.numel() > 0
+            reach += (size - 1) * stride
+    return False
 
 
 def require_number(name: str, x: Any) -> float:
@@ -322,6 +334,23 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def has_tangent(*tensors: Any) -> bool:
+    """Whether forward-mode AD (``torch.func.jvp``) has to follow a call with these inputs."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return False
+    return any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
+
+
+def refuse_tangents(function: str, *tensors: Any) -> None:
+    if has_tangent(*tensors):
+        raise NotImplementedError(
+            f"{function}: expected inputs without tangents (forward-mode differentiation is not "
+            "offered), got one with a tangent; use reverse mode"
+        )
+
+
 def refuse(name: str, asked_for: bool, what: str) -> None:
     if asked_for:
         raise NotImplementedError(f"{name}: {what} is not offered by flashkda yet")
@@ -370,12 +399,11 @@ _AUTOCASTS = frozenset(
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each float32 tensor in the dtype of autocast, where that is on; others as they are."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors  # the checks have the words for it
     device_type = tensors[0].device.type
-    if (
-        tensors[0].dtype != torch.float32
-        or device_type not in _AUTOCASTS
-        or not torch.is_autocast_enabled(device_type)
-    ):
+    if device_type not in _AUTOCASTS or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)

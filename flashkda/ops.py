@@ -233,6 +233,8 @@ def chunk_kda(
         raise ValueError(
             "safe_gate: expected lower_bound with it when use_gate_in_kernel is True, got None"
         )
+    valid.refuse_tangents("chunk_kda", q, *others)
+    q, k, v = valid.autocast(q, k, v)
     _check_inputs(
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
         use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
@@ -264,7 +266,6 @@ def chunk_kda(
     if _debug.enabled():
         is_promised = safe_gate and not use_gate_in_kernel
         _debug.check_promises(q, g, cu_seqlens, cu_seqlens_cpu, max_seqlen, is_promised)
-    q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
 
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -444,6 +445,8 @@ def fused_recurrent_kda(
     valid.require_bool("output_final_state", output_final_state)
     state_v_first = valid.fold_state_v_first(state_v_first, transpose_state_layout)
     lower_bound = valid.resolve_lower_bound(lower_bound)
+    valid.refuse_tangents("fused_recurrent_kda", q, *others)
+    q, k, v = valid.autocast(q, k, v)
     _check_inputs(
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
         use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
@@ -467,7 +470,6 @@ def fused_recurrent_kda(
             "fused_recurrent_kda: expected no input that requires grad (decoding has no backward "
             "pass), got one; use chunk_kda, or torch.no_grad()"
         )
-    q, k, v = valid.autocast(q, k, v)
     valid.check_out(out, v)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     slots = (ssm_state_indices, final_state_indices, num_accepted_tokens, pad_slot_id)

@@ -136,6 +136,12 @@ COMMON: list[Bad] = [
     ("out_list", Ty, "out", put(out=[0.0])),
     ("out_requires_grad", V, "out", put(out=torch.zeros(2, 6, 4, 12, requires_grad=True))),
     ("out_overlaps_itself", V, "out", put(out=torch.zeros(1, 1, 1, 12).expand(2, 6, 4, 12))),
+    (
+        "out_rows_overlap",
+        V,
+        "out",
+        put(out=torch.zeros(700).as_strided((2, 6, 4, 12), (288, 40, 12, 1))),
+    ),
     # backends
     ("backend_unknown", V, "backend", put(backend="triton")),
 ]

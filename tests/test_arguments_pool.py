@@ -95,6 +95,12 @@ COMMON: list[Bad] = [
         "initial_state",
         put(initial_state=torch.zeros(1, 4, 8, 12).expand(6, 4, 8, 12)),
     ),
+    (
+        "pool_slots_overlap",
+        V,
+        "initial_state",
+        put(initial_state=torch.zeros(2400).as_strided((6, 4, 8, 12), (380, 96, 12, 1))),
+    ),
     ("index_shared", V, SLOTS, put(ssm_state_indices=torch.tensor([5, 0, 5]))),
     ("final_without_indices", V, FINAL, without_pool(final_state_indices=OTHER)),
     ("pad_without_indices", V, PAD, without_pool(pad_slot_id=-1)),

@@ -115,6 +115,15 @@ def test_gradients_finite_under_the_strongest_decay(T: int, dtype: torch.dtype) 
         assert bool(torch.isfinite(gradient).all()), name
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-46])
+def test_gradients_at_a_scale_of_nothing(scale: float) -> None:
+    call = KdaCase(T=40, dtype=torch.float32, scale=scale).make()
+    got = gradients(flashkda.chunk_kda, call)
+    assert bool((got["q"] == 0).all())
+    for name, gradient in got.items():
+        assert bool(torch.isfinite(gradient).all()), name
+
+
 @pytest.mark.parametrize("gate", ["softplus500", "logdeep"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_finite_without_a_bound(gate: str, dtype: torch.dtype) -> None:

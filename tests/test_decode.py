@@ -45,6 +45,17 @@ def test_float32(gate: str) -> None:
     check_pair(recurrent(call), oracle.kda(**call), FLOAT32)
 
 
+def test_a_slow_decay_does_not_drift() -> None:
+    """Factors are 1 up to a few roundings, all to one side: over 4096 tokens these add up."""
+    call = KdaCase(T=4096, H=1, K=16, V=16, gate="log", dtype=torch.float32).make()
+    call |= {
+        "g": torch.full_like(call["g"], -3e-5),
+        "beta": torch.full_like(call["beta"], -8),
+        "initial_state": 100 * call["initial_state"],
+    }
+    check_pair(recurrent(call), oracle.kda(**call), FLOAT32)
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, state_dtype: torch.dtype) -> None:

@@ -147,6 +147,22 @@ def test_packed_rows_that_do_not_match_the_states(width: int, shape: tuple[int, 
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("raw_g", (256, 3)), ("raw_g", (1, 768)), ("raw_g", (3, 255)), ("raw_beta", (2, 3))],
+)
+def test_packed_decode_wants_gates_of_its_rows(name: str, shape: tuple[int, ...]) -> None:
+    """As many elements in another shape would be other rows' gates."""
+    call = {"raw_g": torch.randn(3, 256).to(BF), "raw_beta": torch.randn(3, 2).to(BF)}
+    call[name] = torch.randn(shape).to(BF)
+    with pytest.raises(ValueError, match=rf"^{name}: expected shape \[3, 2.*, got "):
+        vllm.packed_decode(
+            torch.randn(3, 6 * 128).to(BF), **call, A_log=torch.zeros(2), dt_bias=None,
+            lower_bound=-5.0, initial_state=torch.zeros(5, 2, 128, 128),
+            state_indices=torch.tensor([1, 4, 2]),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("gate", ["slow", "softplus"])
 def test_speculative_decode(gate: str) -> None:
     contracts.check_vllm_speculative(vllm.speculative_decode, "cpu", gate=gate)

@@ -312,6 +312,39 @@ def test_functional_transforms_are_not_silently_wrong() -> None:
         torch.vmap(lambda q: flashkda.chunk_kda(**(call | {"q": q}))[0])(stacked)
 
 
+@pytest.mark.parametrize(
+    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
+)
+@pytest.mark.parametrize("name", ["q", "g", "A_log", "initial_state"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_tangents_are_not_lost(function: Any, name: str) -> None:
+    """Forward mode has no rule either."""
+    call = KdaCase(T=8, B=1).make()
+
+    def out(x: torch.Tensor) -> Any:
+        return function(**(call | {name: x}))[0]
+
+    tangent = torch.ones_like(call[name])
+    with pytest.raises(NotImplementedError, match=r"^(chunk|fused_recurrent)_kda: expected inputs"):
+        torch.func.jvp(out, (call[name],), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(call[name], tangent)
+        with pytest.raises(NotImplementedError, match="without tangents"):
+            out(dual)
+        out(call[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_tangents_are_not_lost_in_fwd() -> None:
+    call = KdaCase(T=8, B=1).make()
+    order = [call[x] for x in ("q", "k", "v", "g", "beta")]
+    out = torch.empty_like(call["v"])
+    with torch.autograd.forward_ad.dual_level():
+        order[2] = torch.autograd.forward_ad.make_dual(order[2], order[2])
+        with pytest.raises(NotImplementedError, match=r"^fwd: expected inputs without tangents"):
+            flashkda.fwd(*order, 0.3, out, call["A_log"], call["dt_bias"], -5.0)
+
+
 def test_double_backward_is_refused() -> None:
     call = KdaCase(T=8).make()
     q = call["q"].requires_grad_()
@@ -334,6 +367,12 @@ def test_autocast_casts_float32_inputs(function: Any) -> None:
     cast = function(**(call | {x: call[x].bfloat16() for x in ("q", "k", "v")}))
     assert torch.equal(o, cast[0])
     assert torch.equal(state, cast[1])
+    for name in ("q", "k", "v"):  # norms are often float32, projections in the dtype of autocast
+        mixed = call | {name: call[name].bfloat16()}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(function(**mixed)[0], o)
+        with pytest.raises(TypeError, match="expected"):
+            function(**mixed)
 
 
 def test_autocast_gradients_are_float32() -> None:

@@ -19,6 +19,12 @@ if(NOT FLASHKDA_TORCH)
   message(FATAL_ERROR "flashkda: ${Python_EXECUTABLE} has no torch, whose headers the build needs: \
 pip install torch, ${without_kernels}")
 endif()
+file(STRINGS ${FLASHKDA_TORCH}/version.py line REGEX "^__version__ = ")
+string(REGEX MATCH "[0-9]+\\.[0-9]+" torch_version "${line}")
+if(torch_version VERSION_LESS 2.10)
+  message(FATAL_ERROR "flashkda: ${Python_EXECUTABLE} has torch ${torch_version}, whose headers lack what the build \
+needs: build with torch 2.10 or newer (what is built runs with 2.9 too), ${without_kernels}")
+endif()
 if(NOT FLASHKDA_CUTLASS_INCLUDE)
   message(FATAL_ERROR "flashkda: ${Python_EXECUTABLE} has no CUTLASS: pip install --no-deps \
 nvidia-cutlass==4.2.0.0, ${without_kernels}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -45,9 +46,23 @@ def split_packed(
         q.unflatten(1, (-1, key_dim)).unsqueeze(1),
         k.unflatten(1, (-1, key_dim)).unsqueeze(1),
         v.unflatten(1, (value_heads, value_dim)).unsqueeze(1),
-        raw_g.reshape(rows, 1, value_heads, key_dim),
-        raw_beta.reshape(rows, 1, value_heads),
+        _one_token("raw_g", raw_g, rows, value_heads, key_dim),
+        _one_token("raw_beta", raw_beta, rows, value_heads),
     )
+
+
+def _one_token(name: str, x: Tensor, rows: int, *sizes: int) -> Tensor:
+    """``[B, 1, *sizes]`` from that, or without dimensions of 1, or with ``sizes`` as one."""
+
+    def without_ones(*shape: int) -> list[int]:
+        return [n for n in shape if n != 1]
+
+    if without_ones(*x.shape) not in (
+        without_ones(rows, *sizes),
+        without_ones(rows, math.prod(sizes)),
+    ):
+        raise ValueError(f"{name}: expected shape {[rows, *sizes]}, got {list(x.shape)}")
+    return x.reshape(rows, 1, *sizes)
 
 
 def one_token_each(out: Tensor, like: Tensor) -> Tensor:
