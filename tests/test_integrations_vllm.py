@@ -135,6 +135,35 @@ def test_prefill_refuses_other_tables_of_checkpoints() -> None:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind", "message"),
+    [
+        ([True, False], TypeError, "a torch.Tensor, got a value of type list"),
+        (torch.tensor([1, 0]), TypeError, "bool, got int64"),
+        (torch.tensor([True]), ValueError, r"shape \[N\] = \[2\], got \[1\]"),
+        (torch.tensor(True), ValueError, r"shape \[N\] = \[2\], got \[\]"),
+        (torch.empty(2, dtype=torch.bool, device="meta"), ValueError, "on cpu .* one on meta"),
+    ],
+    ids=["list", "int", "one", "scalar", "device"],
+)
+def test_prefill_refuses_flags(flags: Any, kind: type[Exception], message: str) -> None:
+    pool = torch.zeros(3, 1, 128, 128)
+    with pytest.raises(kind, match=f"^has_initial_state: expected .*{message}"):
+        small_prefill(pool, has_initial_state=flags)
+    assert not bool(pool.any())
+
+
+def test_prefill_with_flags_names_what_else_is_wrong() -> None:
+    flags, pool = torch.tensor([True, False]), torch.zeros(3, 1, 128, 128)
+    for name, x, kind in (
+        ("pool", [], TypeError),
+        ("state_indices", [2, 1], TypeError),
+        ("state_indices", torch.empty(2, dtype=torch.int32, device="meta"), ValueError),
+    ):
+        with pytest.raises(kind, match=f"^{name}: expected"):
+            small_prefill(**{"pool": pool, "has_initial_state": flags, name: x})
+
+
 Rows = tuple[Tensor, Tensor, Tensor]
 
 

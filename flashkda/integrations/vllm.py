@@ -207,8 +207,9 @@ def prefill(
         untouched in ``out``.
 
     Raises:
-        ValueError: as :func:`flashkda.chunk_kda`; only one of the two tables of checkpoints.
-        TypeError: as :func:`flashkda.chunk_kda`.
+        ValueError: as :func:`flashkda.chunk_kda`; only one of the two tables of checkpoints;
+            ``has_initial_state`` of another shape or on another device.
+        TypeError: as :func:`flashkda.chunk_kda`; ``has_initial_state`` is no bool tensor.
 
     Example:
         >>> import torch
@@ -239,6 +240,13 @@ def prefill(
         }
     source = state_indices
     if has_initial_state is not None:
+        given = {"state_indices": state_indices, "has_initial_state": has_initial_state}
+        for name, x in ({"pool": pool} | given).items():
+            valid.require_tensor(name, x)
+        valid.require_shape("has_initial_state", has_initial_state, "[N]", state_indices.shape)
+        valid.require_dtype("has_initial_state", has_initial_state, (torch.bool,))
+        for name, x in given.items():
+            valid.require_device(name, x, pool.device)
         source = torch.where(has_initial_state, state_indices, NULL_BLOCK)
     o, _ = ops.chunk_kda(
         q, k, v, g, beta, scale, pool, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
