@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,12 @@ class GatedRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ones."""
+        nn.init.ones_(self.weight)
 
     def extra_repr(self) -> str:
         """Size and epsilon, for ``repr``."""
@@ -179,14 +185,20 @@ class KimiDeltaAttention(nn.Module):
         gate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.A_log = nn.Parameter(torch.empty(num_v_heads, device=device, dtype=gate_dtype))
         self.dt_bias = nn.Parameter(torch.empty(self.gate_dim, device=device, dtype=gate_dtype))
-        for parameter in (self.A_log, self.dt_bias):
-            # The mark that optimisers' parameter grouping looks for.
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self._mark_gate_parameters()
         self.g_proj = nn.Sequential(
             linear(hidden_size, self.head_v_dim), linear(self.head_v_dim, self.value_dim, bias=True)
         )
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, device=device, dtype=dtype)
         self.o_proj = linear(self.value_dim, hidden_size)
+        self.reset_gate_parameters()  # the rest drew its own
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, as construction does: for a layer from the meta device."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
         self.reset_gate_parameters()
 
     @torch.no_grad()
@@ -203,6 +215,28 @@ class KimiDeltaAttention(nn.Module):
         dt = torch.empty_like(self.dt_bias).uniform_(math.log(_DT_MIN), math.log(_DT_MAX)).exp_()
         dt.clamp_(min=_DT_FLOOR)
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def _mark_gate_parameters(self) -> None:
+        """The mark that optimisers' parameter grouping looks for."""
+        for name in ("A_log", "dt_bias"):
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    # Where torch puts a new parameter in place of another one, attributes are lost: in copies,
+    # in to_empty and some conversions, in load_state_dict(assign=True).
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_gate_parameters()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> KimiDeltaAttention:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._mark_gate_parameters()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_gate_parameters()
 
     def extra_repr(self) -> str:
         """Head counts and sizes, for ``repr``."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -174,6 +175,56 @@ def test_gate_parameters_stay_float32_and_are_marked_against_weight_decay() -> N
         assert parameter.dtype == torch.float32
         assert getattr(parameter, "_no_weight_decay", False)
     assert layer.q_proj.weight.dtype == torch.bfloat16
+
+
+def loaded_by_assignment(layer: KimiDeltaAttention) -> KimiDeltaAttention:
+    layer.load_state_dict(make_layer(torch.float32).state_dict(), assign=True)
+    return layer
+
+
+NEW_PARAMETERS: dict[str, Callable[[KimiDeltaAttention], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "in_a_model": lambda layer: copy.deepcopy(torch.nn.Sequential(layer))[0],
+    "to_meta": lambda layer: layer.to("meta"),
+    "to_empty": lambda layer: layer.to("meta").to_empty(device="cpu"),
+    "of_a_model": lambda layer: torch.nn.Sequential(layer.to("meta")).to_empty(device="cpu")[0],
+    "double": lambda layer: layer.double(),
+    "assign": loaded_by_assignment,
+}
+
+
+@pytest.mark.parametrize("way", NEW_PARAMETERS)
+def test_marks_against_weight_decay_outlast_parameters(way: str) -> None:
+    layer = NEW_PARAMETERS[way](make_layer(torch.float32))
+    marked = {name for name, x in layer.named_parameters() if getattr(x, "_no_weight_decay", False)}
+    assert marked == {"A_log", "dt_bias"}
+    assert layer.requires_grad_(False) is layer
+
+
+@pytest.mark.parametrize("config", ["plain", "bounded", "conv_bias_width_3", "no_conv"])
+def test_a_materialised_layer_is_reset_as_it_is_constructed(config: str) -> None:
+    torch.manual_seed(3)
+    want = make_layer(torch.float32, **CONFIGS[config]).state_dict()
+    layer = make_layer(torch.float32, device="meta", **CONFIGS[config]).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(math.nan)
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    got = layer.state_dict()
+    assert list(got) == list(want)
+    for name, x in got.items():
+        assert torch.equal(x, want[name]), name
+
+
+def test_a_materialised_norm_is_reset() -> None:
+    norm = GatedRMSNorm(8, device="meta").to_empty(device="cpu")
+    torch.nn.init.zeros_(norm.weight)
+    norm.reset_parameters()
+    assert bool((norm.weight == 1).all())
+    assert norm.weight.requires_grad
 
 
 def test_a_meta_layer_can_be_materialised() -> None:
