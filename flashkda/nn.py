@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flashkda import _validate as valid
 from flashkda._cache import KDACache, LayerState
 from flashkda._conv import PackedConvRows, ShortConvolution
 from flashkda.ops import chunk_kda, fused_recurrent_kda
@@ -107,6 +108,7 @@ class KimiDeltaAttention(nn.Module):
 
     Raises:
         ValueError: sizes that don't fit each other, or are out of range.
+        TypeError: ``expand_v`` or ``lower_bound`` is no number.
 
     Example:
         >>> import torch
@@ -277,7 +279,8 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             ValueError: a shape is wrong, a cache without ``layer_idx``, or a mask with
                 ``cu_seqlens``.
-            TypeError: the cache is no :class:`KDACache`, or a table has another dtype.
+            TypeError: an argument is no tensor, bool or :class:`KDACache`, or a table has another
+                dtype.
             NotImplementedError: ``output_attentions`` is asked for.
         """
         self._check_inputs(
@@ -375,6 +378,11 @@ class KimiDeltaAttention(nn.Module):
         output_attentions: bool,
         cu_seqlens: Tensor | None,
     ) -> None:
+        valid.require_tensor("hidden_states", hidden_states)
+        for name, x in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):
+            if x is not None:
+                valid.require_tensor(name, x)
+        valid.require_bool("use_cache", use_cache)
         shape = tuple(hidden_states.shape)
         if len(shape) != 3 or shape[2] != self.hidden_size:
             raise ValueError(f"hidden_states: expected [B, T, {self.hidden_size}], got {shape}")
@@ -429,16 +437,16 @@ def _check_config(
         raise ValueError(
             f"num_v_heads: expected a multiple of num_heads={num_heads}, got {num_v_heads}"
         )
-    value_dim = head_dim * expand_v
-    whole = math.isclose(value_dim, round(value_dim), rel_tol=1e-5)
-    if not whole or not 1 <= round(value_dim) <= _MAX_HEAD_DIM:
+    value_dim = head_dim * valid.require_number("expand_v", expand_v)
+    is_whole = math.isfinite(value_dim) and math.isclose(value_dim, round(value_dim), rel_tol=1e-5)
+    if not is_whole or not 1 <= round(value_dim) <= _MAX_HEAD_DIM:
         raise ValueError(
             f"expand_v: expected head_dim * expand_v to be a whole number in 1..{_MAX_HEAD_DIM}, "
             f"got {head_dim} * {expand_v}"
         )
     if mode not in ("chunk", "fused_recurrent"):
         raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
-    if lower_bound is not None and not -5 <= lower_bound < 0:
+    if lower_bound is not None and not -5 <= valid.require_number("lower_bound", lower_bound) < 0:
         raise ValueError(f"lower_bound: expected None or a value in [-5, 0), got {lower_bound}")
     if safe_gate and lower_bound is None:
         raise ValueError("lower_bound: expected a value in [-5, 0) with safe_gate, got None")

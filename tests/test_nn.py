@@ -420,6 +420,21 @@ def test_select_reorders_drops_and_repeats_sequences() -> None:
     assert errors.norm_error(got, want) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("indices", "kind", "message"),
+    [
+        ([1, 0], TypeError, "a torch.Tensor, got a value of type list"),
+        (torch.tensor([True, False]), TypeError, "int32 or int64, got bool"),
+        (torch.tensor([[1, 0]]), ValueError, r"shape \[M\], got \[1, 2\]"),
+        (torch.tensor(1), ValueError, r"shape \[M\], got \[\]"),
+    ],
+    ids=["list", "mask", "matrix", "scalar"],
+)
+def test_select_refuses(indices: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^indices: expected {message}"):
+        KDACache().select(indices)
+
+
 def test_layers_of_a_model_share_a_cache() -> None:
     layers = [make_layer(layer_idx=i) for i in range(2)]
     x = torch.randn(1, 20, 32, dtype=torch.float64)
@@ -630,6 +645,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_v_heads": 3}, r"num_v_heads: expected a multiple of num_heads=2, got 3"),
     ({"num_v_heads": 1}, r"num_v_heads: expected a multiple of num_heads=2, got 1"),
     ({"expand_v": 1.03}, r"expand_v: expected head_dim \* expand_v to be a whole number"),
+    ({"expand_v": math.inf}, r"expand_v: .* in 1\.\.256, got 16 \* inf"),
+    ({"expand_v": math.nan}, r"expand_v: .* in 1\.\.256, got 16 \* nan"),
     ({"expand_v": 17}, r"expand_v: .* in 1\.\.256, got 16 \* 17"),
     ({"mode": "parallel"}, r"mode: expected 'chunk' or 'fused_recurrent', got 'parallel'"),
     ({"lower_bound": -6.0}, r"lower_bound: expected None or a value in \[-5, 0\), got -6\.0"),
@@ -645,9 +662,20 @@ def test_bad_configurations(options: dict[str, Any], message: str) -> None:
         make_layer(**options)
 
 
+@pytest.mark.parametrize("name", ["expand_v", "lower_bound"])
+@pytest.mark.parametrize("x", ["x", True, [1.0]], ids=str)
+def test_configurations_of_another_kind(name: str, x: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: expected a float, got"):
+        make_layer(**{name: x})
+
+
 X = torch.zeros(2, 5, 32, dtype=torch.float64)
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"hidden_states": X[0]}, ValueError, r"hidden_states: expected \[B, T, 32\], got \(5, 32\)"),
+    ({"hidden_states": [0.0]}, TypeError, r"hidden_states: expected a torch.Tensor, got .* list"),
+    ({"attention_mask": [[1] * 5] * 2}, TypeError, r"attention_mask: expected a torch.Tensor"),
+    ({"cu_seqlens": [0, 5]}, TypeError, r"cu_seqlens: expected a torch.Tensor, got .* list"),
+    ({"use_cache": "yes"}, TypeError, r"^use_cache: expected a bool, got 'yes'"),
     ({"hidden_states": X[..., :31]}, ValueError, r"hidden_states: .* got \(2, 5, 31\)"),
     ({"output_attentions": True}, NotImplementedError, r"output_attentions: expected False"),
     ({"past_key_values": object()}, TypeError, r"past_key_values: expected a KDACache or None"),
