@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from . import _validate as valid
+
 
 @dataclass
 class LayerState:
@@ -74,7 +76,18 @@ class KDACache:
         """Returns a new cache with the sequences at ``indices`` [M], in that order.
 
         A copy: for beam search, to fork a prefix, or to drop finished sequences.
+
+        Args:
+            indices: int32 or int64 [M], on any device.
+
+        Raises:
+            TypeError: ``indices`` is no tensor, or has another dtype (as a mask has).
+            ValueError: it has another number of dimensions.
         """
+        valid.require_tensor("indices", indices)
+        valid.require_dtype("indices", indices, valid.INDEX_DTYPES)
+        if indices.dim() != 1:
+            raise ValueError(f"indices: expected shape [M], got {list(indices.shape)}")
         out = KDACache()
         for idx, state in self._layers.items():
             rows = indices.to(state.recurrent.device)

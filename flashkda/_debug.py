@@ -104,15 +104,16 @@ def check_tables(
     pool: Tensor | None = None,
     in_place: bool = False,
     checkpoints: tuple[Any, ...] = (None, None, 0, None),
+    final_state: Tensor | None = None,
 ) -> None:
     """What the tables of a call hold that the kernels are about to take.
 
     ``slots`` are ssm_state_indices to pad_slot_id, ``checkpoints`` checkpoint_states to
-    checkpoint_indices.
+    checkpoint_indices; ``pool`` and ``final_state`` count with checkpoints also without slots.
 
     Raises:
-        ValueError: as :func:`._torch_plan.sequences_of`, :func:`._torch_slots.slots_of` and
-            :func:`._torch_checkpoints.checkpoints_of`.
+        ValueError: as :func:`._torch_plan.sequences_of`, :func:`._torch_slots.slots_of`,
+            :func:`._torch_checkpoints.checkpoints_of` and :func:`._torch_pool.check_apart`.
     """
     refuse_capture(q.device)
     sequences = sequences_of(q.shape[0], q.shape[1], cu_seqlens)
@@ -126,7 +127,10 @@ def check_tables(
     states, offsets, every, kept_indices = checkpoints
     if states is not None:
         padding = _torch_pool.padding_of(table, sequences)
-        _torch_checkpoints.checkpoints_of(states, offsets, every, kept_indices, sequences, padding)
+        wanted = _torch_checkpoints.checkpoints_of(
+            states, offsets, every, kept_indices, sequences, padding
+        )
+        _torch_pool.check_apart(wanted, sequences, pool, table, final_state)
 
 
 def check_promises(

@@ -208,6 +208,7 @@ def _chunk_pool_out(
             checkpoint_states, checkpoint_offsets, checkpoint_every, checkpoint_indices, sequences,
             _torch_pool.padding_of(slots, sequences),
         )  # fmt: skip
+        _torch_pool.check_apart(checkpoints, sequences, state_in, slots, final_state)
     _write_rows(
         out,
         lambda rows: _torch_pool.forward(

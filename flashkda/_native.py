@@ -323,7 +323,9 @@ def chunk_pool_out(
     if _debug.enabled():
         source = final_state if in_place else initial_state
         tables = (indices, final_indices, None, pad_slot_id)
-        _debug.check_tables(inputs[0], cu_seqlens, tables, source, in_place, checkpoints)
+        _debug.check_tables(
+            inputs[0], cu_seqlens, tables, source, in_place, checkpoints, final_state
+        )
     kept, offsets, every, kept_indices = checkpoints
     table = kept_indices if offsets is None else offsets
     if table is not None and table.numel() == 0:

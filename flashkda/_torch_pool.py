@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,57 @@ def padding_of(slots: Slots | None, sequences: Sequences) -> set[int]:
     if slots is None:
         return set()
     return {n for n, length in enumerate(sequences.lengths) if length and slots.is_padding(n)}
+
+
+def check_apart(
+    checkpoints: Checkpoints,
+    sequences: Sequences,
+    state_in: Tensor | None,
+    slots: Slots | None,
+    state_out: Tensor | None,
+) -> None:
+    """Refuses a checkpoint that would overwrite the state of a sequence, or be overwritten by it.
+
+    Where ``checkpoint_states`` is the pool, or shares rows with it: slots are the same if they
+    start at one address. A slot that a sequence only starts from is refused to its own checkpoints
+    too: kernels promise no order of reads and writes within a call.
+
+    Raises:
+        ValueError: a sequence starts from that slot, or its final state goes there.
+    """
+    owners = {
+        _address(pool, slot): n for pool, slot, n in _used(sequences, state_in, slots, state_out)
+    }
+    for n, row in enumerate(checkpoints.wanted):
+        for _, slot in row:
+            owner = owners.get(_address(checkpoints.states, slot))
+            if owner is not None:
+                raise ValueError(
+                    "checkpoint_indices: expected slots that no sequence starts from or ends in, "
+                    f"got {slot} for sequence {n}, which is a slot of sequence {owner}"
+                )
+
+
+def _address(pool: Tensor, slot: int) -> int:
+    return pool.data_ptr() + slot * pool.stride(0) * pool.element_size()
+
+
+def _used(
+    sequences: Sequences, state_in: Tensor | None, slots: Slots | None, state_out: Tensor | None
+) -> Iterator[tuple[Tensor, int, int]]:
+    """(pool, slot, sequence) of every state that is read or written."""
+    for n, length in enumerate(sequences.lengths):
+        is_returned = state_out is not None and state_out is not state_in
+        if state_out is not None and is_returned:
+            yield state_out, n, n
+        if state_in is None or not (length or is_returned):
+            continue  # one without tokens is read only to be returned
+        if slots is None:
+            yield state_in, n, n
+        elif not slots.is_padding(n):
+            for slot in (slots.start(n), slots.end(n)):
+                if not slots.is_pad(slot) and 0 <= slot < state_in.shape[0]:
+                    yield state_in, slot, n
 
 
 def forward(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flashkda import _validate as valid
 from flashkda._cache import KDACache, LayerState
 from flashkda._conv import PackedConvRows, ShortConvolution
 from flashkda.ops import chunk_kda, fused_recurrent_kda
@@ -53,7 +55,12 @@ class GatedRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ones."""
+        nn.init.ones_(self.weight)
 
     def extra_repr(self) -> str:
         """Size and epsilon, for ``repr``."""
@@ -101,6 +108,7 @@ class KimiDeltaAttention(nn.Module):
 
     Raises:
         ValueError: sizes that don't fit each other, or are out of range.
+        TypeError: ``expand_v`` or ``lower_bound`` is no number.
 
     Example:
         >>> import torch
@@ -179,14 +187,20 @@ class KimiDeltaAttention(nn.Module):
         gate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.A_log = nn.Parameter(torch.empty(num_v_heads, device=device, dtype=gate_dtype))
         self.dt_bias = nn.Parameter(torch.empty(self.gate_dim, device=device, dtype=gate_dtype))
-        for parameter in (self.A_log, self.dt_bias):
-            # The mark that optimisers' parameter grouping looks for.
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self._mark_gate_parameters()
         self.g_proj = nn.Sequential(
             linear(hidden_size, self.head_v_dim), linear(self.head_v_dim, self.value_dim, bias=True)
         )
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, device=device, dtype=dtype)
         self.o_proj = linear(self.value_dim, hidden_size)
+        self.reset_gate_parameters()  # the rest drew its own
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, as construction does: for a layer from the meta device."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
         self.reset_gate_parameters()
 
     @torch.no_grad()
@@ -203,6 +217,28 @@ class KimiDeltaAttention(nn.Module):
         dt = torch.empty_like(self.dt_bias).uniform_(math.log(_DT_MIN), math.log(_DT_MAX)).exp_()
         dt.clamp_(min=_DT_FLOOR)
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def _mark_gate_parameters(self) -> None:
+        """The mark that optimisers' parameter grouping looks for."""
+        for name in ("A_log", "dt_bias"):
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    # Where torch puts a new parameter in place of another one, attributes are lost: in copies,
+    # in to_empty and some conversions, in load_state_dict(assign=True).
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_gate_parameters()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> KimiDeltaAttention:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._mark_gate_parameters()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_gate_parameters()
 
     def extra_repr(self) -> str:
         """Head counts and sizes, for ``repr``."""
@@ -243,7 +279,8 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             ValueError: a shape is wrong, a cache without ``layer_idx``, or a mask with
                 ``cu_seqlens``.
-            TypeError: the cache is no :class:`KDACache`, or a table has another dtype.
+            TypeError: an argument is no tensor, bool or :class:`KDACache`, or a table has another
+                dtype.
             NotImplementedError: ``output_attentions`` is asked for.
         """
         self._check_inputs(
@@ -341,6 +378,11 @@ class KimiDeltaAttention(nn.Module):
         output_attentions: bool,
         cu_seqlens: Tensor | None,
     ) -> None:
+        valid.require_tensor("hidden_states", hidden_states)
+        for name, x in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):
+            if x is not None:
+                valid.require_tensor(name, x)
+        valid.require_bool("use_cache", use_cache)
         shape = tuple(hidden_states.shape)
         if len(shape) != 3 or shape[2] != self.hidden_size:
             raise ValueError(f"hidden_states: expected [B, T, {self.hidden_size}], got {shape}")
@@ -395,16 +437,16 @@ def _check_config(
         raise ValueError(
             f"num_v_heads: expected a multiple of num_heads={num_heads}, got {num_v_heads}"
         )
-    value_dim = head_dim * expand_v
-    whole = math.isclose(value_dim, round(value_dim), rel_tol=1e-5)
-    if not whole or not 1 <= round(value_dim) <= _MAX_HEAD_DIM:
+    value_dim = head_dim * valid.require_number("expand_v", expand_v)
+    is_whole = math.isfinite(value_dim) and math.isclose(value_dim, round(value_dim), rel_tol=1e-5)
+    if not is_whole or not 1 <= round(value_dim) <= _MAX_HEAD_DIM:
         raise ValueError(
             f"expand_v: expected head_dim * expand_v to be a whole number in 1..{_MAX_HEAD_DIM}, "
             f"got {head_dim} * {expand_v}"
         )
     if mode not in ("chunk", "fused_recurrent"):
         raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
-    if lower_bound is not None and not -5 <= lower_bound < 0:
+    if lower_bound is not None and not -5 <= valid.require_number("lower_bound", lower_bound) < 0:
         raise ValueError(f"lower_bound: expected None or a value in [-5, 0), got {lower_bound}")
     if safe_gate and lower_bound is None:
         raise ValueError("lower_bound: expected a value in [-5, 0) with safe_gate, got None")

@@ -139,7 +139,8 @@ def chunk_kda(
             else False. False with a pool only reads it.
         checkpoint_states: ``[M, HV, K, V]``, or ``[M, HV, V, K]`` with ``state_v_first``; float32
             or bfloat16 (float64 with float64 inputs), whatever ``initial_state`` has; any stride
-            between slots. Written. May be the pool itself if slots of checkpoints are no others'.
+            between slots. Written. May be the pool itself if no sequence starts from, or ends in, a
+            slot of a checkpoint.
         checkpoint_offsets: ``[N]`` or ``[N, P]`` int32 or int64 on q's device, any strides: tokens
             from the start of a sequence in this call, multiples of 16. 0 is no checkpoint, and an
             offset past the end is ignored. An int instead stands for a checkpoint after every so

@@ -18,6 +18,7 @@ from pools import (
     check_stopped_runs,
     checkpoint_ids,
     empty_pool,
+    padded_pool,
     pool_of,
     run_with_checkpoints,
 )
@@ -150,6 +151,86 @@ def test_checkpoints_in_the_pool_itself() -> None:
     want[0], want[2] = oracle.states_inside(**call, initial_state=first, after=[(0, 64), (2, 16)])
     check_pair((o, pool), (want_o, want), FLOAT64)
     assert torch.equal(pool[[1, 4, 5, 7]], before[[1, 4, 5, 7]])
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "own_slot": {"keep": [1, -1, -1]},
+    "slot_of_another": {"keep": [-1, -1, 1]},
+    "own_start": {"final": [4, 2, 5], "keep": [1, -1, -1]},
+    "start_of_another": {"final": [4, 2, 5], "keep": [-1, -1, 1]},
+    "own_end": {"final": [4, 2, 5], "keep": [4, -1, -1]},
+    "start_that_is_read": {"inplace_final_state": False, "keep": [1, -1, -1]},
+    "of_an_empty_one_that_is_returned": {
+        "inplace_final_state": False, "output_final_state": True, "keep": [2, -1, -1],
+    },
+    "rows_of_the_pool": {"keep": [0, -1, -1], "first": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_checkpoint_in_a_slot_of_a_sequence_is_refused(name: str) -> None:
+    """The pool itself, or rows of it; slots with gaps."""
+    case = KdaCase(lengths=(40, 0, 20), state=False)
+    pool, memory = padded_pool(pool_of(case, 6))
+    before = memory.clone()
+    more = dict(TAKEN[name])
+    slot, first = max(more["keep"]), more.pop("first", 0)
+    final = more.pop("final", None)
+    if final is not None:
+        more["final_state_indices"] = torch.tensor(final)
+    call = case.make()
+    del call["output_final_state"]
+    more = {"output_final_state": False} | more
+    with pytest.raises(ValueError, match=rf"^checkpoint_indices: expected .*, got {slot} for seq"):
+        flashkda.chunk_kda(
+            **call, initial_state=pool, ssm_state_indices=torch.tensor([1, 2, 3]),
+            checkpoint_states=pool[first:], checkpoint_offsets=torch.tensor([16, 16, 16]),
+            checkpoint_indices=torch.tensor(more.pop("keep")), **more,
+        )  # fmt: skip
+    assert torch.equal(memory, before)
+
+
+def test_a_checkpoint_among_the_states_of_a_call_without_slots_is_refused() -> None:
+    case = KdaCase(lengths=(40, 20), state_v_first=True, dtype=torch.float32)
+    call = case.make()
+    kept = {
+        "checkpoint_states": call["initial_state"],
+        "checkpoint_offsets": torch.tensor([0, 16]),
+        "checkpoint_indices": torch.tensor([0, 0]),
+    }
+    with pytest.raises(ValueError, match=r"^checkpoint_indices: .* got 0 for sequence 1, which"):
+        flashkda.chunk_kda(**call, **kept)
+    final = torch.zeros_like(call["initial_state"])
+    with pytest.raises(ValueError, match=r"^checkpoint_indices: .* got 0 for sequence 1, which"):
+        flashkda.fwd(
+            *(call[x] for x in ("q", "k", "v", "g", "beta")), 0.1, torch.empty_like(call["v"]),
+            call["A_log"], call["dt_bias"], call["lower_bound"], call["initial_state"], final,
+            call["cu_seqlens"], **kept | {"checkpoint_states": final},
+        )  # fmt: skip
+
+
+def test_checkpoints_in_slots_that_tables_name_without_using_them() -> None:
+    """Those of padding, of a sequence without tokens, and a pad that one starts from."""
+    case = KdaCase(lengths=(40, 0, 20, 70), state=False)
+    call = case.make()
+    del call["output_final_state"]
+    pool = pool_of(case, 8)
+    before = pool.clone()
+    where = {
+        "ssm_state_indices": torch.tensor([0, 3, 5, 4]),
+        "final_state_indices": torch.tensor([1, 3, 0, 4]),
+    }
+    flashkda.chunk_kda(
+        **call, **where, initial_state=pool, pad_slot_id=0, checkpoint_states=pool,
+        checkpoint_offsets=torch.tensor([[16, 32], [0, 0], [0, 0], [64, 0]]),
+        checkpoint_indices=torch.tensor([[3, 0], [4, 4], [1, 1], [5, 1]]),
+    )  # fmt: skip
+    _, want = oracle.kda_pool(**call, pool=before, **where, pad_slot_id=0)
+    start = before[[0, 0, 0, 4]]
+    start[:3] = 0
+    inside = oracle.states_inside(**call, initial_state=start, after=[(0, 16), (0, 32), (3, 64)])
+    want[3], want[0], want[5] = inside
+    check({"pool": pool}, {"pool": want}, FLOAT64)
 
 
 def test_a_request_that_starts_from_a_checkpoint_is_the_long_request() -> None:

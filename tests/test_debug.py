@@ -77,6 +77,16 @@ def kept(offsets: list[int], slots: list[int]) -> dict[str, Any]:
     }
 
 
+def kept_by_fwd(checkpoint_indices: Tensor, **call: Any) -> None:
+    order = [call[x] for x in ("q", "k", "v", "g", "beta")]
+    flashkda.fwd(
+        *order, 0.1, torch.empty_like(call["v"]), call["A_log"], call["dt_bias"], -5.0,
+        final_state=POOL[:3], cu_seqlens=call["cu_seqlens"], checkpoint_states=POOL,
+        checkpoint_offsets=torch.tensor([16, 0, 0]), checkpoint_indices=checkpoint_indices,
+    )  # fmt: skip
+
+
+SAME_POOL = {"checkpoint_states": POOL}
 chunk, decode = flashkda.chunk_kda, flashkda.fused_recurrent_kda
 Bad = tuple[Callable[..., Any], dict[str, Any], str]
 BAD: dict[str, Bad] = {
@@ -120,6 +130,14 @@ BAD: dict[str, Bad] = {
     "chunk: one slot twice": (
         chunk, plain(cu_seqlens=torch.tensor([0, 16, 16, 32])) | kept([16, 0, 16], [1, 1, 1]),
         "checkpoint_indices: .* got 1 twice",
+    ),
+    "chunk: checkpoint in a slot of a sequence": (
+        chunk, call_of(initial_state=POOL) | kept([16, 0, 0], [3, 1, 2]) | SAME_POOL,
+        "checkpoint_indices: .* got 3 for sequence 0",
+    ),
+    "fwd: checkpoint in a final state": (
+        kept_by_fwd, plain(checkpoint_indices=torch.tensor([2, 0, 0])),
+        "checkpoint_indices: .* got 2 for sequence 0",
     ),
 }  # fmt: skip
 

@@ -81,12 +81,11 @@ def test_verify(state_dtype: torch.dtype) -> None:
 
 
 def small_verify(buffer: Tensor, **more: Any) -> Tensor:
-    x = torch.randn(1, 4, 1, 128).to(BF)
+    x = torch.randn(1, 4, 1, 128, generator=torch.Generator().manual_seed(0)).to(BF)
+    tables = {"cache_indices": torch.tensor([1, 2]), "query_start_loc": torch.tensor([0, 2, 4])}
     return sglang.verify(
-        x, x, x, x, torch.randn(1, 4, 1).to(BF), A_log=torch.zeros(1), dt_bias=None,
-        lower_bound=-5.0, ssm_states=torch.zeros(3, 1, 128, 128),
-        cache_indices=torch.tensor([1, 2]), query_start_loc=torch.tensor([0, 2, 4]),
-        intermediate_states_buffer=buffer, **more,
+        x, x, x, x, x[..., 0], A_log=torch.zeros(1), dt_bias=None, lower_bound=-5.0,
+        ssm_states=torch.ones(3, 1, 128, 128), intermediate_states_buffer=buffer, **tables | more,
     )  # fmt: skip
 
 
@@ -106,3 +105,80 @@ def test_verify_refuses() -> None:
         small_verify(buffer[0])
     with pytest.raises(ValueError, match="intermediate_states_buffer: expected a contiguous"):
         small_verify(buffer.transpose(-1, -2))
+
+
+BAD_TABLES: dict[str, tuple[str, Any, type[Exception], str]] = {
+    "slot": ("cache_indices", [1, 3], ValueError, "slots below 3, got 3 for sequence 1"),
+    "row": ("intermediate_state_indices", [3, 0], ValueError, r"\[0, 3\), got 3 for sequence 0"),
+    "negative_row": ("intermediate_state_indices", [0, -1], ValueError, r"\[0, 3\), got -1"),
+    "row_twice": ("intermediate_state_indices", [2, 2], ValueError, "got 2 twice"),
+    "slots_shape": ("cache_indices", [1, 2, 0], ValueError, r"shape \[N\] = \[2\], got \[3\]"),
+    "rows_shape": ("intermediate_state_indices", [1], ValueError, r"shape .*, got \[1\]"),
+    "rows_dtype": ("intermediate_state_indices", [1.0, 2.0], TypeError, "int32 or int64"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_verify_refuses_tables_before_anything_is_written(name: str) -> None:
+    argument, table, kind, message = BAD_TABLES[name]
+    buffer = torch.zeros(3, 2, 1, 128, 128)
+    with pytest.raises(kind, match=f"^{argument}: expected .*{message}"):
+        small_verify(buffer, **{argument: torch.tensor(table)})
+    assert not bool(buffer.any())
+
+
+def test_verify_refuses_lists() -> None:
+    buffer = torch.zeros(3, 2, 1, 128, 128)
+    for argument in ("cache_indices", "intermediate_state_indices", "query_start_loc"):
+        with pytest.raises(TypeError, match=f"^{argument}: expected a torch.Tensor, got"):
+            small_verify(buffer, **{argument: [0, 1, 2]})
+
+
+def test_rows_of_pads_in_verify_do_not_count() -> None:
+    """A clamped row of a pad is the row of another request: that keeps its state."""
+    want, buffer = torch.zeros(3, 2, 1, 128, 128), torch.zeros(3, 2, 1, 128, 128)
+    index = torch.tensor([-1, 2])
+    o = small_verify(want, cache_indices=index, intermediate_state_indices=torch.tensor([1, 2]))
+    for row in (2, 99, -99):
+        rows = torch.tensor([row, 2])
+        got = small_verify(buffer, cache_indices=index, intermediate_state_indices=rows)
+        assert torch.equal(got, o)
+        assert torch.equal(buffer, want)
+    buffer = torch.full_like(buffer, 5)
+    rows = torch.tensor([9, 0])
+    small_verify(buffer, cache_indices=torch.tensor([-1, -3]), intermediate_state_indices=rows)
+    assert bool((buffer == 5).all())
+
+
+def test_verify_without_requests() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    x, buffer = torch.zeros(1, 0, 1, 128, dtype=BF), torch.zeros(3, 2, 1, 128, 128)
+    o = sglang.verify(
+        x, x, x, x, x[..., 0], A_log=torch.zeros(1), dt_bias=None, lower_bound=-5.0,
+        ssm_states=torch.ones(3, 1, 128, 128), cache_indices=none,
+        query_start_loc=torch.tensor([0]), intermediate_states_buffer=buffer,
+    )  # fmt: skip
+    assert o.shape == (1, 0, 1, 128)
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"), [([1, 3], [0, 2]), ([1, 99], [0, 0]), ([1, 2], [0, 3]), ([1, 2], [0, -1])]
+)
+def test_verify_where_tables_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, index: list[int], rows: list[int]
+) -> None:
+    """As on a GPU: a kernel gets a slot outside for what is outside, others their states."""
+    monkeypatch.setattr(sglang, "_check_verify", lambda *_: None)
+    calls: list[dict[str, Any]] = []
+
+    def kernel(*args: Any, **call: Any) -> tuple[Tensor, None]:
+        calls.append(call)
+        return args[2], None
+
+    monkeypatch.setattr(sglang.ops, "fused_recurrent_kda", kernel)
+    buffer = torch.zeros(3, 2, 1, 128, 128)
+    table = torch.tensor(rows)
+    small_verify(buffer, cache_indices=torch.tensor(index), intermediate_state_indices=table)
+    assert calls[0]["ssm_state_indices"].tolist() == [[0, 1], [6, 6]]
+    assert calls[0]["pad_slot_id"] == -1
+    assert [bool(x.all()) for x in buffer.flatten(0, 1)] == [False, True] + [False] * 4

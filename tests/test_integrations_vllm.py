@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import contracts
 import pytest
@@ -104,6 +105,63 @@ def test_prefill_wants_both_tables_of_checkpoints() -> None:
             cu_seqlens=contracts.boundaries(contracts.LENGTHS, "cpu", torch.int32),
             checkpoint_offsets=index,
         )  # fmt: skip
+
+
+def small_prefill(pool: Tensor, **more: Any) -> Tensor:
+    x = torch.randn(1, 60, 1, 128).to(BF)
+    call = {"state_indices": torch.tensor([2, 1]), "cu_seqlens": torch.tensor([0, 40, 60])} | more
+    return vllm.prefill(
+        x, x, x, x, torch.randn(1, 60, 1).to(BF), A_log=torch.zeros(1), dt_bias=None,
+        lower_bound=-5.0, pool=pool, **call,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_prefill_keeps_no_checkpoint_in_the_null_block(index_dtype: torch.dtype) -> None:
+    pool = torch.zeros(5, 1, 128, 128)
+    small_prefill(
+        pool, checkpoint_offsets=torch.full((2, 2), 16, dtype=index_dtype),
+        checkpoint_indices=torch.tensor([[0, 4], [0, -1]], dtype=index_dtype),
+    )  # fmt: skip
+    assert [bool(x.any()) for x in pool] == [False, True, True, False, True]
+
+
+def test_prefill_refuses_other_tables_of_checkpoints() -> None:
+    for table, message in (([[0], [0]], "torch.Tensor, got"), (torch.zeros(2) > 0, "int32 or")):
+        with pytest.raises(TypeError, match=f"^checkpoint_indices: expected .*{message}"):
+            small_prefill(
+                torch.zeros(5, 1, 128, 128), checkpoint_indices=table,
+                checkpoint_offsets=torch.tensor([16, 16]),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "message"),
+    [
+        ([True, False], TypeError, "a torch.Tensor, got a value of type list"),
+        (torch.tensor([1, 0]), TypeError, "bool, got int64"),
+        (torch.tensor([True]), ValueError, r"shape \[N\] = \[2\], got \[1\]"),
+        (torch.tensor(True), ValueError, r"shape \[N\] = \[2\], got \[\]"),
+        (torch.empty(2, dtype=torch.bool, device="meta"), ValueError, "on cpu .* one on meta"),
+    ],
+    ids=["list", "int", "one", "scalar", "device"],
+)
+def test_prefill_refuses_flags(flags: Any, kind: type[Exception], message: str) -> None:
+    pool = torch.zeros(3, 1, 128, 128)
+    with pytest.raises(kind, match=f"^has_initial_state: expected .*{message}"):
+        small_prefill(pool, has_initial_state=flags)
+    assert not bool(pool.any())
+
+
+def test_prefill_with_flags_names_what_else_is_wrong() -> None:
+    flags, pool = torch.tensor([True, False]), torch.zeros(3, 1, 128, 128)
+    for name, x, kind in (
+        ("pool", [], TypeError),
+        ("state_indices", [2, 1], TypeError),
+        ("state_indices", torch.empty(2, dtype=torch.int32, device="meta"), ValueError),
+    ):
+        with pytest.raises(kind, match=f"^{name}: expected"):
+            small_prefill(**{"pool": pool, "has_initial_state": flags, name: x})
 
 
 Rows = tuple[Tensor, Tensor, Tensor]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -174,6 +175,56 @@ def test_gate_parameters_stay_float32_and_are_marked_against_weight_decay() -> N
         assert parameter.dtype == torch.float32
         assert getattr(parameter, "_no_weight_decay", False)
     assert layer.q_proj.weight.dtype == torch.bfloat16
+
+
+def loaded_by_assignment(layer: KimiDeltaAttention) -> KimiDeltaAttention:
+    layer.load_state_dict(make_layer(torch.float32).state_dict(), assign=True)
+    return layer
+
+
+NEW_PARAMETERS: dict[str, Callable[[KimiDeltaAttention], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "in_a_model": lambda layer: copy.deepcopy(torch.nn.Sequential(layer))[0],
+    "to_meta": lambda layer: layer.to("meta"),
+    "to_empty": lambda layer: layer.to("meta").to_empty(device="cpu"),
+    "of_a_model": lambda layer: torch.nn.Sequential(layer.to("meta")).to_empty(device="cpu")[0],
+    "double": lambda layer: layer.double(),
+    "assign": loaded_by_assignment,
+}
+
+
+@pytest.mark.parametrize("way", NEW_PARAMETERS)
+def test_marks_against_weight_decay_outlast_parameters(way: str) -> None:
+    layer = NEW_PARAMETERS[way](make_layer(torch.float32))
+    marked = {name for name, x in layer.named_parameters() if getattr(x, "_no_weight_decay", False)}
+    assert marked == {"A_log", "dt_bias"}
+    assert layer.requires_grad_(False) is layer
+
+
+@pytest.mark.parametrize("config", ["plain", "bounded", "conv_bias_width_3", "no_conv"])
+def test_a_materialised_layer_is_reset_as_it_is_constructed(config: str) -> None:
+    torch.manual_seed(3)
+    want = make_layer(torch.float32, **CONFIGS[config]).state_dict()
+    layer = make_layer(torch.float32, device="meta", **CONFIGS[config]).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(math.nan)
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    got = layer.state_dict()
+    assert list(got) == list(want)
+    for name, x in got.items():
+        assert torch.equal(x, want[name]), name
+
+
+def test_a_materialised_norm_is_reset() -> None:
+    norm = GatedRMSNorm(8, device="meta").to_empty(device="cpu")
+    torch.nn.init.zeros_(norm.weight)
+    norm.reset_parameters()
+    assert bool((norm.weight == 1).all())
+    assert norm.weight.requires_grad
 
 
 def test_a_meta_layer_can_be_materialised() -> None:
@@ -367,6 +418,21 @@ def test_select_reorders_drops_and_repeats_sequences() -> None:
         got = layer(x[picked, 12:], past_key_values=cache.select(picked))[0]
         want = layer(x[:, 12:], past_key_values=cache)[0][picked]
     assert errors.norm_error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("indices", "kind", "message"),
+    [
+        ([1, 0], TypeError, "a torch.Tensor, got a value of type list"),
+        (torch.tensor([True, False]), TypeError, "int32 or int64, got bool"),
+        (torch.tensor([[1, 0]]), ValueError, r"shape \[M\], got \[1, 2\]"),
+        (torch.tensor(1), ValueError, r"shape \[M\], got \[\]"),
+    ],
+    ids=["list", "mask", "matrix", "scalar"],
+)
+def test_select_refuses(indices: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^indices: expected {message}"):
+        KDACache().select(indices)
 
 
 def test_layers_of_a_model_share_a_cache() -> None:
@@ -579,6 +645,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_v_heads": 3}, r"num_v_heads: expected a multiple of num_heads=2, got 3"),
     ({"num_v_heads": 1}, r"num_v_heads: expected a multiple of num_heads=2, got 1"),
     ({"expand_v": 1.03}, r"expand_v: expected head_dim \* expand_v to be a whole number"),
+    ({"expand_v": math.inf}, r"expand_v: .* in 1\.\.256, got 16 \* inf"),
+    ({"expand_v": math.nan}, r"expand_v: .* in 1\.\.256, got 16 \* nan"),
     ({"expand_v": 17}, r"expand_v: .* in 1\.\.256, got 16 \* 17"),
     ({"mode": "parallel"}, r"mode: expected 'chunk' or 'fused_recurrent', got 'parallel'"),
     ({"lower_bound": -6.0}, r"lower_bound: expected None or a value in \[-5, 0\), got -6\.0"),
@@ -594,9 +662,20 @@ def test_bad_configurations(options: dict[str, Any], message: str) -> None:
         make_layer(**options)
 
 
+@pytest.mark.parametrize("name", ["expand_v", "lower_bound"])
+@pytest.mark.parametrize("x", ["x", True, [1.0]], ids=str)
+def test_configurations_of_another_kind(name: str, x: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: expected a float, got"):
+        make_layer(**{name: x})
+
+
 X = torch.zeros(2, 5, 32, dtype=torch.float64)
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"hidden_states": X[0]}, ValueError, r"hidden_states: expected \[B, T, 32\], got \(5, 32\)"),
+    ({"hidden_states": [0.0]}, TypeError, r"hidden_states: expected a torch.Tensor, got .* list"),
+    ({"attention_mask": [[1] * 5] * 2}, TypeError, r"attention_mask: expected a torch.Tensor"),
+    ({"cu_seqlens": [0, 5]}, TypeError, r"cu_seqlens: expected a torch.Tensor, got .* list"),
+    ({"use_cache": "yes"}, TypeError, r"^use_cache: expected a bool, got 'yes'"),
     ({"hidden_states": X[..., :31]}, ValueError, r"hidden_states: .* got \(2, 5, 31\)"),
     ({"output_attentions": True}, NotImplementedError, r"output_attentions: expected False"),
     ({"past_key_values": object()}, TypeError, r"past_key_values: expected a KDACache or None"),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _validate as valid
 from .. import ops
 from . import _serving
 
@@ -225,6 +226,7 @@ def verify(
     The state after token t of request n goes to ``intermediate_states_buffer[m, t]`` with m its
     entry of ``intermediate_state_indices``. The last step of that row first takes the state to
     start from (N states are copied on the device), so steps past a request's tokens are undefined.
+    The kernel gives a request whose slot or row is outside NaN outputs and keeps no state of it.
 
     Args:
         q: ``[1, n, H, 128]`` bfloat16, a view of packed rows; the same for k and v.
@@ -239,7 +241,8 @@ def verify(
         query_start_loc: ``[N + 1]`` int32 or int64; up to ``cache_steps`` tokens each.
         intermediate_states_buffer: ``[M, cache_steps, H, V, K]`` float32 or bfloat16, contiguous,
             written.
-        intermediate_state_indices: ``[N]``, no row twice, none negative, pads' too. Default: row n.
+        intermediate_state_indices: ``[N]`` int32 or int64, no row twice; those of pads don't count.
+            Default: row n.
         cache_steps: default: that of the buffer, which it must be.
         retrieve_parent_token: None: drafts are chains.
         scale: default ``K ** -0.5``.
@@ -251,7 +254,8 @@ def verify(
 
     Raises:
         NotImplementedError: a draft that is a tree.
-        ValueError: as :func:`flashkda.fused_recurrent_kda`; a buffer of another shape.
+        ValueError: as :func:`flashkda.fused_recurrent_kda`; a buffer of another shape; on the CPU a
+            slot outside the pool, a row outside the buffer, a row twice.
         TypeError: as :func:`flashkda.fused_recurrent_kda`.
 
     Example:
@@ -284,20 +288,77 @@ def verify(
             "intermediate_states_buffer: expected a contiguous tensor, got strides "
             f"{list(buffer.stride())}"
         )
-    pool = buffer.flatten(0, 1)
-    is_pad = (cache_indices <= PAD)[:, None]
+    valid.require_tensor("cache_indices", cache_indices)
     rows = intermediate_state_indices
     if rows is None:
-        rows = torch.arange(cache_indices.shape[0], device=q.device)
+        rows = torch.arange(cache_indices.numel(), device=q.device)
+    _check_verify(q, query_start_loc, cache_indices, rows, ssm_states.shape[0], buffer.shape[0])
     table = rows[:, None].long() * buffer.shape[1] + torch.arange(buffer.shape[1], device=q.device)
-    start = table[:, -1]
-    first = ssm_states[cache_indices.clamp(min=0)].to(buffer.dtype)
-    pool[start] = torch.where(is_pad[..., None, None], pool[start], first)
+    is_inside = (cache_indices < ssm_states.shape[0]) & (rows >= 0) & (rows < buffer.shape[0])
+    is_pad = cache_indices <= PAD
+    pool = buffer.flatten(0, 1)
+    _copy_starts(ssm_states, cache_indices, pool, table[:, -1], is_inside & ~is_pad)
+    # A slot outside the pool: the kernel touches none and makes the outputs NaN.
+    slots = table.masked_fill(~is_inside[:, None], pool.shape[0]).masked_fill(is_pad[:, None], PAD)
     o, _ = ops.fused_recurrent_kda(
         q, k, v, a.reshape(*v.shape[:3], q.shape[3]), b.reshape(v.shape[:3]), scale=scale,
         lower_bound=lower_bound, initial_state=pool, cu_seqlens=query_start_loc,
-        ssm_state_indices=torch.where(is_pad, PAD, table),
-        num_accepted_tokens=torch.full_like(start, buffer.shape[1]), pad_slot_id=PAD, out=out,
-        **_serving.parameters(A_log, dt_bias), **_serving.RAW,
+        ssm_state_indices=slots, num_accepted_tokens=torch.full_like(slots[:, 0], buffer.shape[1]),
+        pad_slot_id=PAD, out=out, **_serving.parameters(A_log, dt_bias), **_serving.RAW,
     )  # fmt: skip
     return o
+
+
+def _check_verify(
+    q: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    rows: Tensor,
+    num_slots: int,
+    num_rows: int,
+) -> None:
+    """The tables of a verify step; what they hold only on the CPU, where reading them is free."""
+    valid.require_tensor("query_start_loc", query_start_loc)
+    for name, x in (("cache_indices", cache_indices), ("intermediate_state_indices", rows)):
+        valid.require_tensor(name, x)
+        valid.require_shape(name, x, "[N]", (query_start_loc.numel() - 1,))
+        valid.require_dtype(name, x, valid.INDEX_DTYPES)
+        valid.require_device(name, x, q.device)
+    if torch.compiler.is_compiling() or type(q) is not Tensor or q.device.type != "cpu":
+        return
+    owners: dict[int, int] = {}
+    for n, (slot, row) in enumerate(zip(cache_indices.tolist(), rows.tolist(), strict=True)):
+        if slot <= PAD:
+            continue
+        if slot >= num_slots:
+            raise ValueError(
+                f"cache_indices: expected slots below {num_slots}, got {slot} for sequence {n}"
+            )
+        if not 0 <= row < num_rows:
+            raise ValueError(
+                f"intermediate_state_indices: expected rows in [0, {num_rows}), got {row} for "
+                f"sequence {n}"
+            )
+        if row in owners:
+            raise ValueError(
+                f"intermediate_state_indices: expected a row for each sequence, got {row} twice "
+                f"(sequences {owners[row]} and {n})"
+            )
+        owners[row] = n
+
+
+def _copy_starts(
+    source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Tensor, runs: Tensor
+) -> None:
+    """``target[target_slots[n]] = source[source_slots[n]]`` where ``runs[n]``, reading no table.
+
+    A sequence that doesn't run has slots that may not be used, and each has to write something: it
+    repeats the copy of one that runs. Where none does, a slot keeps what it holds.
+    """
+    if 0 in (source.shape[0], target.shape[0], runs.shape[0]):
+        return
+    which = torch.arange(runs.shape[0], device=runs.device)
+    which = torch.where(runs, which, runs.int().argmax())
+    start = target_slots.clamp(0, target.shape[0] - 1)[which]
+    first = source[source_slots.clamp(0, source.shape[0] - 1)[which]].to(target.dtype)
+    target[start] = torch.where(runs[which][:, None, None, None], first, target[start])

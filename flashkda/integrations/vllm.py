@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _fwd, ops
+from .. import _validate as valid
 from . import _serving
 
 NULL_BLOCK = 0  # blocks up to this are pads
@@ -195,7 +196,7 @@ def prefill(
             block holds. Default: all have one.
         checkpoint_offsets: ``[N]`` or ``[N, P]``, tokens from the start of a sequence in this call,
             multiples of 16; 0 is none.
-        checkpoint_indices: the block of ``pool`` for each, in the same shape; negative: not kept.
+        checkpoint_indices: the block of ``pool`` for each, in the same shape; 0 or less: not kept.
         scale: default ``K ** -0.5``.
         max_seqlen: the longest sequence, where the host knows it.
         workspace: uint8 scratch memory of :func:`get_workspace_size` bytes.
@@ -206,8 +207,9 @@ def prefill(
         untouched in ``out``.
 
     Raises:
-        ValueError: as :func:`flashkda.chunk_kda`; only one of the two tables of checkpoints.
-        TypeError: as :func:`flashkda.chunk_kda`.
+        ValueError: as :func:`flashkda.chunk_kda`; only one of the two tables of checkpoints;
+            ``has_initial_state`` of another shape or on another device.
+        TypeError: as :func:`flashkda.chunk_kda`; ``has_initial_state`` is no bool tensor.
 
     Example:
         >>> import torch
@@ -226,14 +228,25 @@ def prefill(
         raise ValueError(
             "checkpoint_offsets: expected checkpoint_indices with it, and the reverse, got one"
         )
-    if checkpoint_offsets is not None:
+    if checkpoint_indices is not None:
+        valid.require_tensor("checkpoint_indices", checkpoint_indices)
         kept = {
             "checkpoint_states": pool,
             "checkpoint_offsets": checkpoint_offsets,
-            "checkpoint_indices": checkpoint_indices,
+            # chunk_kda has no pad for checkpoints but what is negative.
+            "checkpoint_indices": checkpoint_indices.masked_fill(
+                checkpoint_indices <= NULL_BLOCK, -1
+            ),
         }
     source = state_indices
     if has_initial_state is not None:
+        given = {"state_indices": state_indices, "has_initial_state": has_initial_state}
+        for name, x in ({"pool": pool} | given).items():
+            valid.require_tensor(name, x)
+        valid.require_shape("has_initial_state", has_initial_state, "[N]", state_indices.shape)
+        valid.require_dtype("has_initial_state", has_initial_state, (torch.bool,))
+        for name, x in given.items():
+            valid.require_device(name, x, pool.device)
         source = torch.where(has_initial_state, state_indices, NULL_BLOCK)
     o, _ = ops.chunk_kda(
         q, k, v, g, beta, scale, pool, lower_bound=lower_bound, cu_seqlens=cu_seqlens,
