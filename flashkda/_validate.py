@@ -73,7 +73,13 @@ def require_number(name: str, x: Any) -> float:
     # A tuple: Dynamo of torch 2.9 can't trace int | float.
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}: expected a float, got {_describe(x)}")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:  # an int of any length, which may be too long to be printed
+        raise ValueError(
+            f"{name}: expected a number in the range of a float, got an int of "
+            f"{int(x).bit_length()} bits"
+        ) from None
 
 
 def resolve_scale(scale: Any, key_dim: int) -> float:

@@ -115,6 +115,11 @@ COMMON: list[Bad] = [
         for x in (-10.0, -5.001, 0.0, 1.0, NAN, float("-inf"))
     ),
     *((f"scale_{x}", V, "scale", put(scale=x)) for x in (NAN, float("inf"))),
+    *(
+        (f"{x}_{text}", V, x, put(**{x: value}))
+        for x in ("scale", "lower_bound")
+        for text, value in (("huge", 10**400), ("too_long_to_print", -(10**5000)))
+    ),
     (
         "neg_eigval_without_sigmoid",
         V,

@@ -80,6 +80,14 @@ COMMON: list[Bad] = [
     ),
     ("pad_text", Ty, "pad_slot_id", put(pad_slot_id="-1")),
     ("pad_float", Ty, "pad_slot_id", put(pad_slot_id=-1.0)),
+    *(
+        (f"pad_{text}", V, "pad_slot_id", put(pad_slot_id=x))
+        for text, x in (
+            ("past_int64", 2**63),
+            ("below_int64", -(2**63) - 1),
+            ("too_long_to_print", 10**5000),
+        )
+    ),
     ("pool_heads", V, "initial_state", cut("initial_state", 1)),
     ("pool_layout", V, "initial_state", put(state_v_first=True)),
     ("pool_float16", Ty, "initial_state", cast("initial_state", torch.float16)),
@@ -184,6 +192,15 @@ CHUNK: list[Bad] = [
         (f"every_{x}", V, OFFSETS, checkpoints(checkpoint_offsets=x, checkpoint_indices=TWO))
         for x in (-16, 0, 8, 24)
     ),
+    *(
+        (
+            f"every_{text}",
+            V,
+            OFFSETS,
+            checkpoints(checkpoint_offsets=x, checkpoint_indices=TWO),
+        )
+        for text, x in (("past_int32", 2**31), ("past_int64", 16 * 2**70))
+    ),
     ("table_without_rows", V, ROWS, checkpoints(checkpoint_offsets=TWO)),
     ("every_without_rows", V, ROWS, checkpoints(checkpoint_offsets=16)),
     ("every_with_rows_1d", V, ROWS, checkpoints(checkpoint_offsets=16, checkpoint_indices=AT)),
@@ -206,6 +223,7 @@ CHUNK: list[Bad] = [
     ("max_seqlen_text", Ty, "max_seqlen", put(max_seqlen="20")),
     ("max_seqlen_bool", Ty, "max_seqlen", put(max_seqlen=True)),
     ("max_seqlen_negative", V, "max_seqlen", put(max_seqlen=-1)),
+    ("max_seqlen_past_int64", V, "max_seqlen", put(max_seqlen=2**63, workspace=SCRATCH)),
     ("max_seqlen_broken", V, "max_seqlen", put(max_seqlen=19)),
     (
         "max_seqlen_broken_by_a_batch",
@@ -214,6 +232,15 @@ CHUNK: list[Bad] = [
         lambda c: {"max_seqlen": 1, "cu_seqlens": None} | unpacked(c),
     ),
 ]
+
+
+def test_largest_integers_are_taken() -> None:
+    o, _ = flashkda.chunk_kda(**pool_call(), pad_slot_id=2**63 - 1, max_seqlen=2**63 - 1)
+    assert not o.any()  # every slot is a pad
+    flashkda.chunk_kda(**pool_call(), pad_slot_id=-(2**63), max_seqlen=2**63 - 1)
+    every = checkpoints(checkpoint_offsets=2**31 - 16, checkpoint_indices=TWO)
+    call = packed_call()
+    flashkda.chunk_kda(**call | every(call))
 
 
 @both
