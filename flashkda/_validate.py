@@ -269,8 +269,13 @@ def check_cu_seqlens_cpu(cu_seqlens_cpu: Any, cu_seqlens: Tensor | None) -> None
             f"cu_seqlens_cpu: expected a tensor on the CPU, got one on {cu_seqlens_cpu.device}"
         )
     require_shape("cu_seqlens_cpu", cu_seqlens_cpu, "[N + 1]", tuple(cu_seqlens.shape))
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _is_readable(cu_seqlens) and _is_readable(cu_seqlens_cpu):
         check_host_copy(cu_seqlens_cpu, cu_seqlens)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether there are values to read without waiting for a device or breaking a graph."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
 def check_host_copy(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor) -> None:
