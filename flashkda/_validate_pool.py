@@ -122,6 +122,7 @@ def check_checkpoints(
     )  # fmt: skip
     shape: tuple[int, ...]
     if isinstance(offsets, Tensor):
+        valid.require_tensor("checkpoint_offsets", offsets)
         if offsets.dim() not in (1, 2) or offsets.shape[0] != num_sequences:
             raise ValueError(
                 f"checkpoint_offsets: expected shape [N] or [N, P] with N = {num_sequences}, got "

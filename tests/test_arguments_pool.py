@@ -38,6 +38,7 @@ def unpacked(call: dict[str, Any]) -> dict[str, Any]:
 
 
 ROOM = torch.zeros(3, 4, 8, 12)
+NEGATED = torch.complex(ROOM, ROOM).conj().imag
 SCRATCH = torch.zeros(1 << 20, dtype=torch.uint8)
 
 
@@ -60,6 +61,8 @@ COMMON: list[Bad] = [
     ("indices_without_pool", V, "initial_state", put(initial_state=None)),
     ("indices_list", Ty, SLOTS, put(ssm_state_indices=[5, 0, 2])),
     ("indices_float", Ty, SLOTS, put(ssm_state_indices=torch.tensor([5.0, 0.0, 2.0]))),
+    ("indices_sparse", Ty, SLOTS, put(ssm_state_indices=torch.tensor([5, 0, 2]).to_sparse())),
+    ("pool_negated", V, "initial_state", put(initial_state=NEGATED)),
     ("indices_int16", Ty, SLOTS, cast(SLOTS, torch.int16)),
     ("indices_count", V, SLOTS, put(ssm_state_indices=torch.tensor([5, 0]))),
     ("indices_three_dims", V, SLOTS, put(ssm_state_indices=TABLE[None])),
@@ -177,12 +180,15 @@ CHUNK: list[Bad] = [
         STATES,
         checkpoints(checkpoint_states=ROOM.clone().requires_grad_()),
     ),
+    ("states_negated", V, STATES, checkpoints(checkpoint_states=NEGATED)),
     ("states_overlap", V, STATES, checkpoints(checkpoint_states=ROOM[:1].expand(3, 4, 8, 12))),
     ("states_without_a_row_each", V, STATES, checkpoints(checkpoint_states=ROOM[:2])),
     ("offsets_list", Ty, OFFSETS, checkpoints(checkpoint_offsets=[16, 0, 0])),
     ("offsets_bool", Ty, OFFSETS, checkpoints(checkpoint_offsets=True)),
     ("offsets_float", Ty, OFFSETS, checkpoints(checkpoint_offsets=AT / 1)),
     ("offsets_int16", Ty, OFFSETS, checkpoints(checkpoint_offsets=AT.short())),
+    ("offsets_sparse", Ty, OFFSETS, checkpoints(checkpoint_offsets=AT.to_sparse())),
+    ("rows_sparse", Ty, ROWS, checkpoints(checkpoint_indices=AT.to_sparse())),
     ("offsets_count", V, OFFSETS, checkpoints(checkpoint_offsets=AT[:2])),
     ("offsets_of_three_dims", V, OFFSETS, checkpoints(checkpoint_offsets=AT[:, None, None])),
     ("offsets_elsewhere", V, OFFSETS, checkpoints(checkpoint_offsets=AT.to(META))),

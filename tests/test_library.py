@@ -279,6 +279,16 @@ def test_compiled_out_is_written() -> None:
     check({"out": out}, {"out": want}, FLOAT64)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compile_with_numbers_that_change() -> None:
+    call = _pool(KdaCase(T=2, B=3)) | {"inplace_final_state": False}
+    compiled = torch.compile(flashkda.chunk_kda, fullgraph=True, backend="aot_eager")
+    for scale, length, pad in ((0.5, 2, -1), (0.75, 3, 0), (1.25, 4, 1), (2.0, 2**40, 2**40)):
+        numbers = {"scale": scale, "max_seqlen": length, "pad_slot_id": pad}
+        got, want = compiled(**call | numbers), flashkda.chunk_kda(**call | numbers)
+        check({"o": got[0]}, {"o": want[0]}, FLOAT64)
+
+
 class Layer(torch.nn.Module):
     def __init__(self, call: dict[str, Any]) -> None:
         super().__init__()
