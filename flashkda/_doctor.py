@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -82,8 +81,7 @@ def main(*, as_json: bool = False) -> int:
     """Prints the report. A device that falls back to PyTorch is healthy: the status is 0."""
     facts = report()
     if as_json:
-        json.dump(facts, sys.stdout, indent=2)
-        print()
+        print(json.dumps(facts, indent=2))
         return 0
     build = facts["build"]
     print(f"flashkda  {facts['flashkda']}")

@@ -38,6 +38,14 @@ def _describe(x: Any) -> str:
 def require_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {_describe(x)}")
+    if not _is_dense(x):
+        kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+        raise TypeError(f"{name}: expected a dense torch.Tensor, got {kind}")
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether it has strides, and one shape."""
+    return x.layout == torch.strided and not x.is_nested
 
 
 def require_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> None:
@@ -81,18 +89,33 @@ def _may_overlap(x: Tensor) -> bool:
     return False
 
 
+def require_own_values(name: str, x: Tensor) -> None:
+    """A tensor that is written in place: PyTorch writes into no view with the sign turned."""
+    if not torch.compiler.is_compiling() and x.is_neg():  # Dynamo can't trace the question
+        raise ValueError(
+            f"{name}: expected a tensor that holds its values, got a view of their negatives, as "
+            "conj().imag is one (is_neg)"
+        )
+
+
 def require_number(name: str, x: Any) -> float:
     # A tuple: Dynamo of torch 2.9 can't trace int | float.
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}: expected a float, got {_describe(x)}")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:  # an int of any length, which may be too long to be printed
+        raise ValueError(
+            f"{name}: expected a number in the range of a float, got an int of "
+            f"{int(x).bit_length()} bits"
+        ) from None
 
 
 def resolve_scale(scale: Any, key_dim: int) -> float:
     if scale is None:
         return float(key_dim**-0.5)
     number = require_number("scale", scale)
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # Dynamo can't trace math.isfinite of a variable
         raise ValueError(f"scale: expected a finite number, got {number}")
     return number
 
@@ -140,6 +163,8 @@ def once_per_metadata(check: Callable[..., None]) -> Callable[..., None]:
 
 def _metadata(x: Any) -> Any:
     if isinstance(x, Tensor):
+        if not _is_dense(x):  # without strides, or even a shape; no check passes it
+            return x.layout
         return x.shape, x.dtype, x.device, x.stride(), x.requires_grad
     return type(x), repr(x)
 
@@ -275,8 +300,13 @@ def check_cu_seqlens_cpu(cu_seqlens_cpu: Any, cu_seqlens: Tensor | None) -> None
             f"cu_seqlens_cpu: expected a tensor on the CPU, got one on {cu_seqlens_cpu.device}"
         )
     require_shape("cu_seqlens_cpu", cu_seqlens_cpu, "[N + 1]", tuple(cu_seqlens.shape))
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _is_readable(cu_seqlens) and _is_readable(cu_seqlens_cpu):
         check_host_copy(cu_seqlens_cpu, cu_seqlens)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether there are values to read without waiting for a device or breaking a graph."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
 def check_host_copy(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor) -> None:
@@ -316,6 +346,7 @@ def check_states(
     require_dtype(name, state, (torch.float64,) if q.dtype == torch.float64 else STATE_DTYPES)
     require_device(name, state, q.device)
     if written:
+        require_own_values(name, state)
         require_writable(name, state)
 
 
@@ -326,6 +357,7 @@ def check_out(out: Any, v: Tensor) -> None:
     require_shape("out", out, "[B, T, HV, V]", v.shape)
     require_dtype("out", out, (v.dtype,))
     require_device("out", out, v.device)
+    require_own_values("out", out)
     require_writable("out", out)
 
 

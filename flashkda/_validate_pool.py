@@ -33,9 +33,16 @@ def _check_indices(name: str, x: Any, letters: str, shape: tuple[int, ...], q: T
     valid.require_device(name, x, q.device)
 
 
-def _require_int(name: str, x: Any, kinds: str = "an int or None") -> None:
+def _require_int(name: str, x: Any, kinds: str = "an int or None", bits: int = 64) -> None:
+    """An int of so many bits with its sign, as operators and kernels hold it."""
     if isinstance(x, bool) or not isinstance(x, int):
         raise TypeError(f"{name}: expected {kinds}, got a value of type {type(x).__name__}")
+    limit = 2 ** (bits - 1)
+    if not -limit <= x < limit:  # one that may be too long to be printed
+        raise ValueError(
+            f"{name}: expected a value in [-2**{bits - 1}, 2**{bits - 1}), got an int of "
+            f"{x.bit_length()} bits"
+        )
 
 
 def check_slots(
@@ -115,6 +122,7 @@ def check_checkpoints(
     )  # fmt: skip
     shape: tuple[int, ...]
     if isinstance(offsets, Tensor):
+        valid.require_tensor("checkpoint_offsets", offsets)
         if offsets.dim() not in (1, 2) or offsets.shape[0] != num_sequences:
             raise ValueError(
                 f"checkpoint_offsets: expected shape [N] or [N, P] with N = {num_sequences}, got "
@@ -124,7 +132,7 @@ def check_checkpoints(
         valid.require_device("checkpoint_offsets", offsets, q.device)
         letters, shape = "[N]" if offsets.dim() == 1 else "[N, P]", tuple(offsets.shape)
     else:
-        _require_int("checkpoint_offsets", offsets, "a torch.Tensor or an int")
+        _require_int("checkpoint_offsets", offsets, "a torch.Tensor or an int", bits=32)
         if offsets < MIN_CHUNK or offsets % MIN_CHUNK != 0:
             raise ValueError(
                 f"checkpoint_offsets: expected a multiple of {MIN_CHUNK}, got {offsets}"

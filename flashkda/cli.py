@@ -7,18 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashkda._command import integer, until_nobody_reads
+
 if TYPE_CHECKING:
     import torch
 
 _DEMO_TOKENS = 8192
 _DTYPES = ("float32", "bfloat16", "float64")
-
-
-def _token_count(text: str) -> int:
-    count = int(text)
-    if count < _DEMO_TOKENS:
-        raise argparse.ArgumentTypeError(f"expected at least {_DEMO_TOKENS}, got {count}")
-    return count
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("file", nargs="?", type=Path, help="a text; default: Python's licence")
     demo.add_argument(
         "--tokens",
-        type=_token_count,
+        type=integer(_DEMO_TOKENS),
         default=_DEMO_TOKENS,
         metavar="N",
         help="number of bytes to take, at least %(default)s (default: %(default)s)",
@@ -64,23 +59,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    """The torch device called ``name``; ends with status 2 if this machine has none such."""
+    """The torch device called ``name``; ends with status 2 if it can't compute here."""
     import torch
 
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {name}: {str(error).splitlines()[0]}")
+        torch.zeros(1, device=device).add(1).item()  # "meta" has no value to give
+    except (RuntimeError, AssertionError, ImportError) as error:
+        parser.error(f"--device {name}: can't compute there: {str(error).splitlines()[0]}")
     return device
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status.
 
-    Status 0 is success, 1 a failed check, 2 arguments or files that cannot be used.
+    Status 0 is success, 1 a failed check, 2 arguments or files that cannot be used, 141 an output
+    that nobody reads to its end.
     """
     argv = sys.argv[1:] if argv is None else argv
+    return until_nobody_reads(lambda: _main(argv))
+
+
+def _main(argv: list[str]) -> int:
     parser = _parser()
     try:
         args, rest = parser.parse_known_args(argv)

@@ -485,8 +485,8 @@ def _check_mask(mask: Tensor, shape: tuple[int, ...], seen_tokens: int) -> None:
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether values can be read without waiting for a device or breaking a graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether there are values to read without waiting for a device or breaking a graph."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
 def _unpad(hidden_states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

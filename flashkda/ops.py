@@ -143,8 +143,9 @@ def chunk_kda(
             slot of a checkpoint.
         checkpoint_offsets: ``[N]`` or ``[N, P]`` int32 or int64 on q's device, any strides: tokens
             from the start of a sequence in this call, multiples of 16. 0 is no checkpoint, and an
-            offset past the end is ignored. An int instead stands for a checkpoint after every so
-            many tokens: column p of ``checkpoint_indices`` then is for offset ``(p + 1)`` times it.
+            offset past the end is ignored. An int instead, below 2**31, stands for a checkpoint
+            after every so many tokens: column p of ``checkpoint_indices`` then is for offset
+            ``(p + 1)`` times it.
             The kernels ignore an offset that is no multiple of 16; the PyTorch path refuses it.
         checkpoint_indices: int32 or int64 slots of ``checkpoint_states``, in the shape of
             ``checkpoint_offsets``; negative ones are skipped. No two checkpoints may share a slot.

@@ -76,6 +76,8 @@ def _bits(x: Tensor) -> Tensor:
     """Compare bit patterns: NaN equals itself and -0.0 differs from 0.0."""
     if x.device.type == "meta":
         return torch.empty(0)
+    if x.layout != torch.strided:
+        x = x.to_dense()
     return x.detach().reshape(-1).clone().view(torch.uint8)
 
 

@@ -40,9 +40,20 @@ def packed() -> dict[str, Any]:
     return KdaCase(lengths=(4, 0, 2), H=2, HV=4, K=8, V=12, dtype=torch.float32).make()
 
 
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """A view whose values are those in memory with the sign turned."""
+    return torch.complex(x, x).conj().imag
+
+
 def tracked_q(call: dict[str, Any]) -> dict[str, Any]:
     return {"q": call["q"].clone().requires_grad_()}
 
+
+def sparse(name: str) -> Change:
+    return lambda call: {name: call[name].to_sparse()}
+
+
+INPUTS = ("q", "k", "v", "g", "beta")
 
 COMMON: list[Bad] = [
     # shapes
@@ -67,6 +78,7 @@ COMMON: list[Bad] = [
     # kinds and dtypes
     *((f"{x}_missing", Ty, x, put(**{x: None})) for x in ("q", "k", "v", "g", "beta")),
     *((f"{x}_list", Ty, x, put(**{x: [1.0]})) for x in ("q", "k", "v", "g", "beta")),
+    *((f"{x}_sparse", Ty, x, sparse(x)) for x in (*INPUTS, "A_log", "dt_bias", "initial_state")),
     *((f"{x}_int", Ty, x, cast(x, torch.int32)) for x in ("q", "k", "v", "g", "beta")),
     *((f"{x}_complex", Ty, x, cast(x, torch.complex64)) for x in ("q", "k", "v", "g", "beta")),
     ("k_dtype_of_its_own", Ty, "k", cast("k", torch.bfloat16)),
@@ -115,6 +127,11 @@ COMMON: list[Bad] = [
         for x in (-10.0, -5.001, 0.0, 1.0, NAN, float("-inf"))
     ),
     *((f"scale_{x}", V, "scale", put(scale=x)) for x in (NAN, float("inf"))),
+    *(
+        (f"{x}_{text}", V, x, put(**{x: value}))
+        for x in ("scale", "lower_bound")
+        for text, value in (("huge", 10**400), ("too_long_to_print", -(10**5000)))
+    ),
     (
         "neg_eigval_without_sigmoid",
         V,
@@ -134,6 +151,14 @@ COMMON: list[Bad] = [
     ("out_dtype", Ty, "out", put(out=torch.zeros(2, 6, 4, 12, dtype=torch.bfloat16))),
     ("out_elsewhere", V, "out", put(out=torch.zeros(2, 6, 4, 12, device=META))),
     ("out_list", Ty, "out", put(out=[0.0])),
+    ("out_sparse", Ty, "out", put(out=torch.zeros(2, 6, 4, 12).to_sparse())),
+    ("out_negated", V, "out", put(out=negated(torch.zeros(2, 6, 4, 12)))),
+    (
+        "state_negated",
+        V,
+        "initial_state",
+        lambda c: {"initial_state": negated(c["initial_state"]), "inplace_final_state": True},
+    ),
     ("out_requires_grad", V, "out", put(out=torch.zeros(2, 6, 4, 12, requires_grad=True))),
     ("out_overlaps_itself", V, "out", put(out=torch.zeros(1, 1, 1, 12).expand(2, 6, 4, 12))),
     (
@@ -153,6 +178,7 @@ PACKED: list[Bad] = [
     ("empty", V, "cu_seqlens", put(cu_seqlens=torch.tensor([], dtype=torch.int64))),
     ("float", Ty, "cu_seqlens", put(cu_seqlens=torch.tensor([0.0, 4.0, 4.0, 6.0]))),
     ("int16", Ty, "cu_seqlens", cast("cu_seqlens", torch.int16)),
+    ("sparse", Ty, "cu_seqlens", sparse("cu_seqlens")),
     ("not_from_zero", V, "cu_seqlens", put(cu_seqlens=torch.tensor([1, 4, 4, 6]))),
     ("negative", V, "cu_seqlens", put(cu_seqlens=torch.tensor([-1, 4, 4, 6]))),
     ("decreasing", V, "cu_seqlens", put(cu_seqlens=torch.tensor([0, 5, 4, 6]))),
@@ -218,6 +244,19 @@ def test_refused_by_chunk(error: type[Exception], name: str, change: Change) -> 
 def test_refused_by_chunk_varlen(error: type[Exception], name: str, change: Change) -> None:
     call = packed()
     refused(flashkda.chunk_kda, call | change(call), error, name)
+
+
+@both
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(function: Any, layout: torch.layout) -> None:
+    """Rows of different lengths, of which not even a shape can be asked."""
+    for name in INPUTS:
+        call = base()
+        rows = [call[name][0], call[name][1, :3]]
+        call[name] = torch.nested.as_nested_tensor(rows, layout=layout)
+        with pytest.raises(TypeError, match=f"^{name}: expected a dense .*, got a nested one"):
+            function(**call)
 
 
 def test_messages_show_what_was_expected_and_what_came() -> None:
@@ -288,6 +327,8 @@ FWD: list[Bad] = [
         put(final_state=torch.zeros(2, 2, 12, 8, requires_grad=True)),
     ),
     ("initial_other_layout", V, "initial_state", put(initial_state=torch.zeros(2, 2, 8, 12))),
+    ("out_negated", V, "out", lambda c: {"out": negated(c["out"])}),
+    ("final_negated", V, "final_state", lambda c: {"final_state": negated(c["final_state"])}),
     ("lower_bound", V, "lower_bound", put(lower_bound=-10.0)),
     ("dt_bias_per_head", V, "dt_bias", lambda c: {"dt_bias": c["dt_bias"][:, 0]}),
     ("beta", V, "beta", cut("beta", 2)),
@@ -413,6 +454,15 @@ def test_graph_hints_are_accepted() -> None:
 def test_unknown_keywords_are_never_swallowed(function: Any) -> None:
     with pytest.raises(TypeError, match="head_first"):
         function(**base(), head_first=True)
+
+
+@both
+@pytest.mark.parametrize("name", [*INPUTS, "A_log", "dt_bias", "initial_state"])
+def test_inputs_may_be_views_of_negatives(function: Any, name: str) -> None:
+    call = base()
+    want = function(**call | {name: -call[name]})
+    got = function(**call | {name: negated(call[name])})
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @both

@@ -38,6 +38,7 @@ def unpacked(call: dict[str, Any]) -> dict[str, Any]:
 
 
 ROOM = torch.zeros(3, 4, 8, 12)
+NEGATED = torch.complex(ROOM, ROOM).conj().imag
 SCRATCH = torch.zeros(1 << 20, dtype=torch.uint8)
 
 
@@ -60,6 +61,8 @@ COMMON: list[Bad] = [
     ("indices_without_pool", V, "initial_state", put(initial_state=None)),
     ("indices_list", Ty, SLOTS, put(ssm_state_indices=[5, 0, 2])),
     ("indices_float", Ty, SLOTS, put(ssm_state_indices=torch.tensor([5.0, 0.0, 2.0]))),
+    ("indices_sparse", Ty, SLOTS, put(ssm_state_indices=torch.tensor([5, 0, 2]).to_sparse())),
+    ("pool_negated", V, "initial_state", put(initial_state=NEGATED)),
     ("indices_int16", Ty, SLOTS, cast(SLOTS, torch.int16)),
     ("indices_count", V, SLOTS, put(ssm_state_indices=torch.tensor([5, 0]))),
     ("indices_three_dims", V, SLOTS, put(ssm_state_indices=TABLE[None])),
@@ -80,6 +83,14 @@ COMMON: list[Bad] = [
     ),
     ("pad_text", Ty, "pad_slot_id", put(pad_slot_id="-1")),
     ("pad_float", Ty, "pad_slot_id", put(pad_slot_id=-1.0)),
+    *(
+        (f"pad_{text}", V, "pad_slot_id", put(pad_slot_id=x))
+        for text, x in (
+            ("past_int64", 2**63),
+            ("below_int64", -(2**63) - 1),
+            ("too_long_to_print", 10**5000),
+        )
+    ),
     ("pool_heads", V, "initial_state", cut("initial_state", 1)),
     ("pool_layout", V, "initial_state", put(state_v_first=True)),
     ("pool_float16", Ty, "initial_state", cast("initial_state", torch.float16)),
@@ -175,12 +186,15 @@ CHUNK: list[Bad] = [
         STATES,
         checkpoints(checkpoint_states=ROOM.clone().requires_grad_()),
     ),
+    ("states_negated", V, STATES, checkpoints(checkpoint_states=NEGATED)),
     ("states_overlap", V, STATES, checkpoints(checkpoint_states=ROOM[:1].expand(3, 4, 8, 12))),
     ("states_without_a_row_each", V, STATES, checkpoints(checkpoint_states=ROOM[:2])),
     ("offsets_list", Ty, OFFSETS, checkpoints(checkpoint_offsets=[16, 0, 0])),
     ("offsets_bool", Ty, OFFSETS, checkpoints(checkpoint_offsets=True)),
     ("offsets_float", Ty, OFFSETS, checkpoints(checkpoint_offsets=AT / 1)),
     ("offsets_int16", Ty, OFFSETS, checkpoints(checkpoint_offsets=AT.short())),
+    ("offsets_sparse", Ty, OFFSETS, checkpoints(checkpoint_offsets=AT.to_sparse())),
+    ("rows_sparse", Ty, ROWS, checkpoints(checkpoint_indices=AT.to_sparse())),
     ("offsets_count", V, OFFSETS, checkpoints(checkpoint_offsets=AT[:2])),
     ("offsets_of_three_dims", V, OFFSETS, checkpoints(checkpoint_offsets=AT[:, None, None])),
     ("offsets_elsewhere", V, OFFSETS, checkpoints(checkpoint_offsets=AT.to(META))),
@@ -189,6 +203,15 @@ CHUNK: list[Bad] = [
     *(
         (f"every_{x}", V, OFFSETS, checkpoints(checkpoint_offsets=x, checkpoint_indices=TWO))
         for x in (-16, 0, 8, 24)
+    ),
+    *(
+        (
+            f"every_{text}",
+            V,
+            OFFSETS,
+            checkpoints(checkpoint_offsets=x, checkpoint_indices=TWO),
+        )
+        for text, x in (("past_int32", 2**31), ("past_int64", 16 * 2**70))
     ),
     ("table_without_rows", V, ROWS, checkpoints(checkpoint_offsets=TWO)),
     ("every_without_rows", V, ROWS, checkpoints(checkpoint_offsets=16)),
@@ -212,6 +235,7 @@ CHUNK: list[Bad] = [
     ("max_seqlen_text", Ty, "max_seqlen", put(max_seqlen="20")),
     ("max_seqlen_bool", Ty, "max_seqlen", put(max_seqlen=True)),
     ("max_seqlen_negative", V, "max_seqlen", put(max_seqlen=-1)),
+    ("max_seqlen_past_int64", V, "max_seqlen", put(max_seqlen=2**63, workspace=SCRATCH)),
     ("max_seqlen_broken", V, "max_seqlen", put(max_seqlen=19)),
     (
         "max_seqlen_broken_by_a_batch",
@@ -220,6 +244,15 @@ CHUNK: list[Bad] = [
         lambda c: {"max_seqlen": 1, "cu_seqlens": None} | unpacked(c),
     ),
 ]
+
+
+def test_largest_integers_are_taken() -> None:
+    o, _ = flashkda.chunk_kda(**pool_call(), pad_slot_id=2**63 - 1, max_seqlen=2**63 - 1)
+    assert not o.any()  # every slot is a pad
+    flashkda.chunk_kda(**pool_call(), pad_slot_id=-(2**63), max_seqlen=2**63 - 1)
+    every = checkpoints(checkpoint_offsets=2**31 - 16, checkpoint_indices=TWO)
+    call = packed_call()
+    flashkda.chunk_kda(**call | every(call))
 
 
 @both

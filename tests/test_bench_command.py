@@ -93,17 +93,68 @@ def test_our_own_wrong_result_fails(
     "argv",
     [
         ["--device=nowhere"],
+        ["--device=meta"],
         ["--repeats=0"],
+        ["--repeats=few"],
+        ["--dim=257"],
         ["--heads=2,x"],
         ["--gate=soft"],
         ["--shape=1x64xH1", "--group=train"],
         ["--plot=missing"],
+        ["--against=missing"],
     ],
     ids=" ".join,
 )
 def test_bad_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(argv) == 2
     assert "usage: flashkda bench" in capsys.readouterr().err
+
+
+def test_largest_head_dimension_is_measured() -> None:
+    assert cli.main(["bench", *TINY, "--dim=256", "--shape=1x2xH1", "--gate=none"]) == 0
+
+
+@pytest.mark.parametrize("option", ["--output", "--figures", "--against"])
+def test_a_folder_that_is_none_is_refused_before_anything_is_measured(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def never(*args: object, **more: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(command, "measure", never)
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        assert cli.main(["bench", *TINY, "--shape=1x20xH1", f"{option}={path}"]) == 2
+        assert f"{option} {path}: " in capsys.readouterr().err
+
+
+def test_times_against_those_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_report, "REPRODUCIBLE_SECONDS", 0.0)
+    argv = ["bench", *TINY, "--no-rivals", "--shape=1x2xH1", "--gate=none", f"--output={tmp_path}"]
+    assert cli.main(argv) == 0
+    for more in ([f"--plot={tmp_path}"], argv[1:]):  # nothing is left to measure
+        assert cli.main(["bench", *more, f"--against={tmp_path}"]) == 0
+        assert "1 times above 0 us were measured before; 0 differ" in capsys.readouterr().err
+
+
+def test_plot_of_a_folder_that_takes_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", *TINY, "--no-rivals", "--shape=1x2xH1", "--gate=none", f"--output={tmp_path}"]
+    assert cli.main(argv) == 0
+
+    def refuse(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_session.tempfile, "TemporaryFile", refuse)
+    assert cli.main(["bench", f"--plot={tmp_path}"]) == 2
+    assert f"--plot {tmp_path}: can't write there: Permission denied" in capsys.readouterr().err
 
 
 def test_it_is_a_module_too(

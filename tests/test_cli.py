@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import runpy
 import subprocess
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 import flashkda
-from flashkda import _demo, _selftest, cli
+from flashkda import _command, _demo, _doctor, _selftest, cli
+from flashkda.bench import __main__ as bench
 
 TINY = 300
 
@@ -192,7 +194,9 @@ def test_demo_says_in_one_line_why_a_file_cannot_be_read(
         ["demo", "--tokens", "many"],
         ["demo", "--dtype", "int8"],
         ["demo", "--device", "nowhere"],
+        ["demo", "--device", "meta"],
         ["selftest", "--device", "nowhere"],
+        ["selftest", "--device", "meta"],
         ["bench", "--shape", "many"],
     ],
     ids=" ".join,
@@ -205,6 +209,50 @@ def test_bad_arguments_end_with_status_2(
     assert streams.out == ""
     assert "usage: flashkda" in streams.err
     assert argv[-1:] == [] or argv[-1] in streams.err
+
+
+@pytest.mark.parametrize("text", ["many", "1e4", "9000.5", ""])
+def test_a_number_that_is_none_is_said(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", f"--tokens={text}"]) == 2
+    assert f"--tokens: expected an integer, got {text!r}" in capsys.readouterr().err
+
+
+# Output that waits in a buffer until the end, and more than the buffer holds.
+PRINTS = ["print('x')", "print('x' * 100_000)", "import sys; print('x', file=sys.stderr)"]
+
+
+@pytest.mark.parametrize("body", PRINTS, ids=["little", "much", "stderr"])
+def test_a_reader_that_goes_away_ends_the_command_quietly(body: str, tmp_path: Path) -> None:
+    script = tmp_path / "command.py"
+    script.write_text(
+        "import flashkda._command as command, sys\n"
+        "sys.stdin.read()\n"
+        f"def run():\n    {body}\n    return 0\n"
+        "sys.exit(command.until_nobody_reads(run))\n"
+    )
+    reading, writing = os.pipe()
+    streams = {"stdout": writing, "stderr": subprocess.PIPE}
+    if "stderr" in body:
+        streams = {"stdout": subprocess.PIPE, "stderr": writing}
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, **streams) as process:
+        os.close(reading)
+        os.close(writing)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == _command.BROKEN_PIPE
+    assert not out
+    assert not err
+
+
+@pytest.mark.parametrize("command", ["doctor", "selftest", "demo", "bench"])
+def test_no_command_takes_a_lost_reader_for_an_error(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*args: object, **more: object) -> int:
+        raise BrokenPipeError
+
+    for module in (_doctor, _selftest, _demo, bench):
+        monkeypatch.setattr(module, "main", lose)
+    assert cli.main([command]) == _command.BROKEN_PIPE
 
 
 @pytest.mark.parametrize("command", ["doctor", "selftest", "demo", "bench"])

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashkda
+from flashkda.nn import KimiDeltaAttention
 
 
 def _pool(case: KdaCase) -> dict[str, Any]:
@@ -128,6 +129,30 @@ def test_fake_tensors_have_the_real_shapes(case: KdaCase, dtype: torch.dtype) ->
         assert a is not None
         assert b is not None
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("fake", ["both", "cu_seqlens", "cu_seqlens_cpu"])
+def test_a_host_copy_without_values_is_not_read(fake: str) -> None:
+    call = VARLEN.make()
+    call["cu_seqlens_cpu"] = call["cu_seqlens"].clone()
+    want = flashkda.chunk_kda(**call)[0].shape
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for name in call:
+            is_faked = fake in (name, "both") or not name.startswith("cu_seqlens")
+            if is_faked and isinstance(call[name], Tensor):
+                call[name] = mode.from_tensor(call[name])
+        assert flashkda.chunk_kda(**call)[0].shape == want
+
+
+def test_the_layer_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        layer = KimiDeltaAttention(hidden_size=32, head_dim=16, num_heads=2, layer_idx=0)
+        x, mask = torch.randn(2, 20, 32), torch.ones(2, 20)
+        assert layer(x)[0].shape == x.shape
+        assert layer(x[:1], cu_seqlens=torch.tensor([0, 4, 20]))[0].shape == x[:1].shape
+        o, _, cache = layer(x, attention_mask=mask, use_cache=True)
+        assert o.shape == x.shape
+        assert layer(x[:, :1], past_key_values=cache, use_cache=True)[0].shape == (2, 1, 32)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +277,16 @@ def test_compiled_out_is_written() -> None:
     out = torch.full_like(call["v"], 7.0)
     torch.compile(flashkda.chunk_kda, fullgraph=True, backend="aot_eager")(**call, out=out)
     check({"out": out}, {"out": want}, FLOAT64)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compile_with_numbers_that_change() -> None:
+    call = _pool(KdaCase(T=2, B=3)) | {"inplace_final_state": False}
+    compiled = torch.compile(flashkda.chunk_kda, fullgraph=True, backend="aot_eager")
+    for scale, length, pad in ((0.5, 2, -1), (0.75, 3, 0), (1.25, 4, 1), (2.0, 2**40, 2**40)):
+        numbers = {"scale": scale, "max_seqlen": length, "pad_slot_id": pad}
+        got, want = compiled(**call | numbers), flashkda.chunk_kda(**call | numbers)
+        check({"o": got[0]}, {"o": want[0]}, FLOAT64)
 
 
 class Layer(torch.nn.Module):

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from flashkda._backend import backend
+from flashkda._command import integer, until_nobody_reads
+from flashkda._validate import MAX_HEAD_DIM
 from flashkda.bench import _cases, _memory, _plot, _report, _rivals, _session, _targets
 from flashkda.bench._cases import Case
 from flashkda.bench._devices import Device, open_device
@@ -30,11 +32,7 @@ def _say(text: str) -> None:
     print(f"flashkda bench: {text}", file=sys.stderr)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
+_positive = integer(1)
 
 
 def _heads(text: str) -> list[int]:
@@ -68,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--repeats", type=_positive, default=30, help="times of each (default: %(default)s)"
     )
-    how.add_argument("--dim", type=_positive, default=DIM, help="K and V (default: %(default)s)")
+    how.add_argument(
+        "--dim",
+        type=integer(1, MAX_HEAD_DIM),
+        default=DIM,
+        help=f"K and V, up to {MAX_HEAD_DIM} (default: %(default)s)",
+    )
     how.add_argument("--threads", type=_positive, help="of PyTorch")
     how.add_argument(
         "--budget",
@@ -101,22 +104,33 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark.
 
     Status 0 is success; 1 a result of flashkda that is wrong or missing, a target missed, or a time
-    that another run did not have; 2 arguments that cannot be used.
+    that another run did not have; 2 arguments that cannot be used; 141 an output that nobody reads
+    to its end.
     """
+    return until_nobody_reads(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
     parser = _parser()
     threads = torch.get_num_threads()
     try:
-        args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_args(argv)
         if args.threads:
             torch.set_num_threads(args.threads)
-        return _run(parser, args) if args.plot is None else _render(parser, args)
+        # Folders are looked at before anything is measured, which may take hours.
+        before = None if args.against is None else _some(parser, "--against", args.against)
+        if args.plot is None:
+            return _run(parser, args, before)
+        return _render(parser, args, before)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     finally:
         torch.set_num_threads(threads)
 
 
-def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def _run(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, before: list[Data] | None
+) -> int:
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = open_device(name)
@@ -139,6 +153,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if not args.no_rivals:
         found, missing = _rivals.find(device.device.type)
         systems += found
+    _prepare(parser, args)
     there = _load(parser, args.output)
     facts = _report.environment(device, args.commit)
     facts |= {"dim": args.dim, "systems": [x.name for x in systems], "missing": missing}
@@ -154,7 +169,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         budget=args.budget,
         wait=device.wait,
     )
-    status = _publish(parser, args, outcome.records, missing, left=len(outcome.left))
+    status = _publish(args, outcome.records, missing, before, left=len(outcome.left))
     if outcome.left:
         why = outcome.problem or f"the budget of {args.budget} s is used"
         there_is = "nothing was kept: give --output to be able to go on"
@@ -199,11 +214,30 @@ def _load(parser: argparse.ArgumentParser, folder: Path | None) -> list[Data]:
         parser.error(str(error))
 
 
+def _some(parser: argparse.ArgumentParser, option: str, folder: Path) -> list[Data]:
+    """As :func:`_load`; no records are an error of ``option``."""
+    records = _load(parser, folder)
+    if not records:
+        parser.error(f"{option} {folder}: no records there")
+    return records
+
+
+def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Makes the folders that results go to."""
+    folders = {"--output": args.output, "--plot": args.plot, "--figures": args.figures}
+    for option, folder in folders.items():
+        try:
+            if folder is not None:
+                _session.prepare(folder)
+        except OSError as error:
+            parser.error(f"{option} {folder}: can't write there: {error.strerror}")
+
+
 def _publish(
-    parser: argparse.ArgumentParser,
     args: argparse.Namespace,
     records: list[Data],
     missing: dict[str, str],
+    before: list[Data] | None,
     *,
     left: int = 0,
 ) -> int:
@@ -224,8 +258,8 @@ def _publish(
         except ImportError as error:
             _say(str(error))
     status = 0
-    if args.against is not None:
-        text, same = _report.repetition(records, _load(parser, args.against))
+    if before is not None:
+        text, same = _report.repetition(records, before)
         print(text, file=sys.stderr)
         status = 0 if same else 1
     for record in records:
@@ -235,12 +269,13 @@ def _publish(
     return status
 
 
-def _render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    records = _load(parser, args.plot)
-    if not records:
-        parser.error(f"--plot {args.plot}: no records there")
+def _render(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, before: list[Data] | None
+) -> int:
+    records = _some(parser, "--plot", args.plot)
+    _prepare(parser, args)
     records.sort(key=lambda x: (x["heads"], x["tokens"], x["case"]))
-    return _publish(parser, args, records, records[-1]["environment"]["missing"])
+    return _publish(args, records, records[-1]["environment"]["missing"], before)
 
 
 def _run_targets(args: argparse.Namespace, device: Device, path: str) -> int:

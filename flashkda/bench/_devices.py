@@ -101,10 +101,17 @@ class Cpu:
 
 
 def open_device(name: str) -> Device:
-    """The device called ``name``."""
+    """The device called ``name``.
+
+    Raises:
+        RuntimeError: there is none.
+        ValueError: it is neither a CPU nor a CUDA device.
+    """
     device = torch.device(name)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return Cpu()
+    if device.type != "cuda":
+        raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")
     from flashkda.bench._cuda import Cuda
 
     return Cuda(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,17 @@ def conflict(records: Sequence[Data], environment: Data) -> str | None:
             if then != now:
                 return f"{record['case']} was measured with {key} {then}, now it is {now}"
     return None
+
+
+def prepare(folder: Path) -> None:
+    """Makes a folder for results.
+
+    Raises:
+        OSError: it can't be made, or takes no files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _save(folder: Path, record: Data) -> None:
