@@ -55,6 +55,7 @@ def kernels(function: Any) -> list[str]:
     return [x.name for x in profile.events() if "flashkda" in x.name]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # it is used once at a time
 @pytest.mark.parametrize("gate", ["fast", "log"])
 def test_each_form_is_what_runs(gate: str) -> None:
     call = CASE.but(gate=gate).make(DEVICE)
