@@ -63,6 +63,7 @@ def fwd(
     Raises:
         ValueError: as :func:`flashkda.chunk_kda`; also when an input requires grad.
         TypeError: as :func:`flashkda.chunk_kda`.
+        NotImplementedError: a transform of ``torch.func`` or forward mode follows an input.
         RuntimeError: the launch of a kernel fails.
 
     Example:
@@ -109,6 +110,7 @@ def fwd(
     valid.require_tensor("out", out)
     valid.check_out(out, v)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    valid.refuse_transforms("fwd", *tensors)
     if valid.requires_grad(*tensors):
         raise ValueError(
             "out: expected inputs that do not require grad (autograd can't follow a write in "

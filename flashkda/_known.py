@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _debug, _native
+from ._validate import in_transform
 
 _MAX_REMEMBERED = 4096
 _options: dict[Hashable, tuple[Any, ...]] = {}
@@ -30,6 +31,8 @@ def _is_on_gpu(q: Any) -> bool:
 def find(q: Tensor, others: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The operator's options for known flags, if the call may go straight to the kernels."""
     if torch.compiler.is_compiling() or not _is_on_gpu(q) or _debug.enabled():
+        return None
+    if in_transform():
         return None
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *others)):
         return None

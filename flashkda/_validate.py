@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -357,6 +358,30 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 def refuse(name: str, asked_for: bool, what: str) -> None:
     if asked_for:
         raise NotImplementedError(f"{name}: {what} is not offered by flashkda yet")
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation may follow this call."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
+    """Operators that write in place have no derivative, which some transforms take for zero.
+
+    Raises:
+        NotImplementedError: a tensor is followed; under torch.compile, which hides it, any call.
+    """
+    if in_transform():
+        followed = torch.compiler.is_compiling() or any(map(_is_followed, tensors))
+        what = "a call under torch.func (grad, jvp, vmap, ...) or in forward mode"
+        refuse(name, followed, what)
+
+
+def _is_followed(x: Tensor | None) -> bool:
+    if x is None:
+        return False
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return is_wrapped or forward_ad.unpack_dual(x).tangent is not None
 
 
 def fold_state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
