@@ -63,6 +63,7 @@ def fwd(
     Raises:
         ValueError: as :func:`flashkda.chunk_kda`; also when an input requires grad.
         TypeError: as :func:`flashkda.chunk_kda`.
+        NotImplementedError: a transform of ``torch.func`` or forward mode follows an input.
         RuntimeError: the launch of a kernel fails.
 
     Example:
@@ -86,7 +87,6 @@ def fwd(
     known = _known.find(q, (*others, out, final_state), flags) if is_plain else None
     if known is not None and _known.run_into(out, final_state, (q, *others), *known):
         return
-    valid.refuse_tangents("fwd", q, *others)
     lower_bound = valid.resolve_lower_bound(lower_bound)
     _check_inputs(
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
@@ -110,6 +110,7 @@ def fwd(
     valid.require_tensor("out", out)
     valid.check_out(out, v)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    valid.refuse_transforms("fwd", *tensors)
     if valid.requires_grad(*tensors):
         raise ValueError(
             "out: expected inputs that do not require grad (autograd can't follow a write in "

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _debug, _native
+from ._validate import in_transform
 
 _MAX_REMEMBERED = 4096
 _options: dict[Hashable, tuple[Any, ...]] = {}
@@ -32,7 +32,7 @@ def find(q: Tensor, others: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[An
     """The operator's options for known flags, if the call may go straight to the kernels."""
     if torch.compiler.is_compiling() or not _is_on_gpu(q) or _debug.enabled():
         return None
-    if forward_ad._current_level >= 0:  # an operator drops tangents
+    if in_transform():
         return None
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *others)):
         return None

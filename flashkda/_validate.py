@@ -366,26 +366,33 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def has_tangent(*tensors: Any) -> bool:
-    """Whether forward-mode AD (``torch.func.jvp``) has to follow a call with these inputs."""
-    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
-        return False
-    return any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    )
-
-
-def refuse_tangents(function: str, *tensors: Any) -> None:
-    if has_tangent(*tensors):
-        raise NotImplementedError(
-            f"{function}: expected inputs without tangents (forward-mode differentiation is not "
-            "offered), got one with a tangent; use reverse mode"
-        )
-
-
 def refuse(name: str, asked_for: bool, what: str) -> None:
     if asked_for:
         raise NotImplementedError(f"{name}: {what} is not offered by flashkda yet")
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation may follow this call."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
+    """Operators that write in place have no derivative, which some transforms take for zero.
+
+    Raises:
+        NotImplementedError: a tensor is followed; under torch.compile, which hides it, any call.
+    """
+    if in_transform():
+        followed = torch.compiler.is_compiling() or any(map(_is_followed, tensors))
+        what = "a call under torch.func (grad, jvp, vmap, ...) or in forward mode"
+        refuse(name, followed, what)
+
+
+def _is_followed(x: Tensor | None) -> bool:
+    if x is None:
+        return False
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return is_wrapped or forward_ad.unpack_dual(x).tangent is not None
 
 
 def fold_state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:

@@ -64,8 +64,10 @@ def chunk_kda(
         S_t = R_t + beta_t k_t (v_t - R_t^T k_t)^T        the delta rule
         o_t = scale * S_t^T q_t
 
-    Differentiable, once, in q, k, v, g, beta, A_log, dt_bias and initial_state. Inputs keep their
-    dtype; under autocast float32 q, k and v are cast to its dtype, as a matmul would.
+    Differentiable, once, in q, k, v, g, beta, A_log, dt_bias and initial_state, by
+    ``torch.autograd`` in reverse mode; transforms of ``torch.func`` (grad, vjp, jvp, jacrev, vmap)
+    are not offered. Inputs keep their dtype; under autocast float32 q, k and v are cast to its
+    dtype, as a matmul would.
 
     CUDA kernels take calls that need no gradient, on a device that they serve, with K = V = 128,
     bfloat16 q, k and v, and g, beta and states in bfloat16 or float32; slots of pools and of
@@ -111,7 +113,8 @@ def chunk_kda(
             take longer chunks, which is faster; results differ by rounding, and are wrong where the
             promise is broken (g below -5.4). The PyTorch path has no use for it. With
             ``use_gate_in_kernel`` it needs ``lower_bound``, which alone decides.
-        lower_bound: bound of the gate, in [-5, 0). Its presence chooses the formula above.
+        lower_bound: bound of the gate, in [-5, 0). Its presence chooses the formula above. Without
+            ``use_gate_in_kernel`` it has no effect, as in fla.
         disable_recompute: accepted; the backward pass recomputes either way.
         return_intermediate_states: not offered.
         state_v_first: states are ``[N, HV, V, K]``.
@@ -180,8 +183,9 @@ def chunk_kda(
             that serves two, and an offset that is no multiple of 16: what tables on a GPU hold,
             kernels can't refuse.
         TypeError: a dtype or the kind of an argument is wrong.
-        NotImplementedError: ``cp_context`` or ``return_intermediate_states`` is asked for; in the
-            backward pass, a second derivative.
+        NotImplementedError: ``cp_context`` or ``return_intermediate_states`` is asked for; a
+            transform of ``torch.func`` or forward mode follows an input; in the backward pass, a
+            second derivative.
         RuntimeError: ``backend="cuda"`` can't serve the call; the launch of a kernel fails.
 
     Example:
@@ -235,7 +239,6 @@ def chunk_kda(
         raise ValueError(
             "safe_gate: expected lower_bound with it when use_gate_in_kernel is True, got None"
         )
-    valid.refuse_tangents("chunk_kda", q, *others)
     q, k, v = valid.autocast(q, k, v)
     _check_inputs(
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
@@ -280,6 +283,7 @@ def chunk_kda(
         allow_neg_eigval,
         state_v_first,
     )
+    valid.refuse_transforms("chunk_kda", *tensors)
     # What serving systems ask for goes through an operator of its own.
     serving = valid_pool.first_given(
         ssm_state_indices=ssm_state_indices, inplace_final_state=in_place,
@@ -408,7 +412,8 @@ def fused_recurrent_kda(
         spreads to later tokens only.
 
     Raises:
-        NotImplementedError: an input requires grad; use :func:`chunk_kda`.
+        NotImplementedError: an input requires grad, use :func:`chunk_kda`; a transform of
+            ``torch.func`` or forward mode follows an input.
         ValueError: as :func:`chunk_kda`; on the PyTorch path also a slot outside the pool, a
             written slot that serves two sequences, more tokens than slots, an accepted count
             outside ``[1, S]`` (the kernel: NaN outputs); a state to be overwritten that requires
@@ -447,7 +452,6 @@ def fused_recurrent_kda(
     valid.require_bool("output_final_state", output_final_state)
     state_v_first = valid.fold_state_v_first(state_v_first, transpose_state_layout)
     lower_bound = valid.resolve_lower_bound(lower_bound)
-    valid.refuse_tangents("fused_recurrent_kda", q, *others)
     q, k, v = valid.autocast(q, k, v)
     _check_inputs(
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
@@ -467,6 +471,7 @@ def fused_recurrent_kda(
         "initial_state", initial_state, q=q, v=v, num_states=None if is_pool else num_sequences,
         state_v_first=state_v_first, written=inplace_final_state,
     )  # fmt: skip
+    valid.refuse_transforms("fused_recurrent_kda", q, k, v, g, beta, A_log, dt_bias, initial_state)
     if valid.requires_grad(q, k, v, g, beta, A_log, dt_bias, initial_state):
         raise NotImplementedError(
             "fused_recurrent_kda: expected no input that requires grad (decoding has no backward "

@@ -457,6 +457,15 @@ def test_unknown_keywords_are_never_swallowed(function: Any) -> None:
 
 
 @both
+def test_lower_bound_without_the_gate_has_no_effect(function: Any) -> None:
+    """As in fla, where one configuration serves gates inside and outside of the kernel."""
+    call = KdaCase(T=20, gate="log").make()
+    want = function(**call | {"lower_bound": None})
+    got = function(**call | {"lower_bound": -0.1})
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@both
 @pytest.mark.parametrize("name", [*INPUTS, "A_log", "dt_bias", "initial_state"])
 def test_inputs_may_be_views_of_negatives(function: Any, name: str) -> None:
     call = base()

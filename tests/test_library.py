@@ -14,6 +14,7 @@ from cases import VARLEN, KdaCase, ids
 from errors import BF16_GRADIENTS, FLOAT64, check, check_pair
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import flashkda
 from flashkda.nn import KimiDeltaAttention
@@ -46,8 +47,8 @@ def _with_out(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"out": torch.zeros_like(call["v"])}
 
 
-def _fwd() -> None:
-    call = KdaCase(T=20, state_v_first=True).make()
+def _fwd(**change: Tensor) -> None:
+    call = KdaCase(T=20, state_v_first=True).make() | change
     order = [call[x] for x in ("q", "k", "v", "g", "beta")]
     out, final = torch.zeros_like(call["v"]), torch.zeros_like(call["initial_state"])
     fwd: Any = flashkda.fwd
@@ -339,45 +340,65 @@ def test_export_with_a_dynamic_length() -> None:
     check_pair(program.module()(*_arguments(longer)), (want[0], want[1]), FLOAT64)
 
 
-def test_functional_transforms_are_not_silently_wrong() -> None:
-    """vmap has no rule: an error, not a wrong number."""
+def _dual(f: Callable[[Tensor], Tensor], q: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+# Forward mode imports decompositions that torch scripts.
+in_forward_mode = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda f, q: torch.func.grad(f)(q),
+    "vjp": lambda f, q: torch.func.vjp(f, q)[1](q.new_ones(())),
+    "jacrev": lambda f, q: torch.func.jacrev(f)(q),
+    "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,)),
+    "jacfwd": lambda f, q: torch.func.jacfwd(f)(q),
+    "vmap": lambda f, q: torch.vmap(f)(torch.stack([q, 2 * q])),
+    "forward mode": _dual,
+}
+SUMS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+    "chunk_kda": lambda call: flashkda.chunk_kda(**call)[0].sum(),
+    "fused_recurrent_kda": lambda call: flashkda.fused_recurrent_kda(**call)[0].sum(),
+}
+
+
+@in_forward_mode
+@pytest.mark.parametrize("name", list(SUMS))
+@pytest.mark.parametrize("transform", list(TRANSFORMS))
+def test_transforms_are_refused(transform: str, name: str) -> None:
+    """None has a rule: an error, not a derivative of zero."""
     call = KdaCase(T=8, B=1).make()
-    stacked = torch.stack([call["q"], 2 * call["q"]])
-    with pytest.raises(RuntimeError):
-        torch.vmap(lambda q: flashkda.chunk_kda(**(call | {"q": q}))[0])(stacked)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: a call under torch\.func"):
+        TRANSFORMS[transform](lambda q: SUMS[name](call | {"q": q}), call["q"])
 
 
-@pytest.mark.parametrize(
-    "function", [flashkda.chunk_kda, flashkda.fused_recurrent_kda], ids=["chunk", "recurrent"]
-)
-@pytest.mark.parametrize("name", ["q", "g", "A_log", "initial_state"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
-def test_tangents_are_not_lost(function: Any, name: str) -> None:
-    """Forward mode has no rule either."""
+@in_forward_mode
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap"])
+def test_compiled_transforms_are_refused(transform: str) -> None:
     call = KdaCase(T=8, B=1).make()
 
-    def out(x: torch.Tensor) -> Any:
-        return function(**(call | {name: x}))[0]
+    def run(q: Tensor) -> Any:
+        return TRANSFORMS[transform](lambda q: SUMS["chunk_kda"](call | {"q": q}), q)
 
-    tangent = torch.ones_like(call[name])
-    with pytest.raises(NotImplementedError, match=r"^(chunk|fused_recurrent)_kda: expected inputs"):
-        torch.func.jvp(out, (call[name],), (tangent,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(call[name], tangent)
-        with pytest.raises(NotImplementedError, match="without tangents"):
-            out(dual)
-        out(call[name])
+    with pytest.raises(Exception, match=r"a call under torch\.func"):
+        torch.compile(run, backend="aot_eager")(call["q"])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_tangents_are_not_lost_in_fwd() -> None:
+@in_forward_mode
+def test_fwd_refuses_forward_mode() -> None:
+    with pytest.raises(NotImplementedError, match=r"^fwd: a call under torch\.func"):
+        _dual(lambda A_log: _fwd(A_log=A_log), torch.zeros(2, dtype=torch.float64))
+
+
+@in_forward_mode
+def test_transforms_of_something_else_are_no_matter() -> None:
     call = KdaCase(T=8, B=1).make()
-    order = [call[x] for x in ("q", "k", "v", "g", "beta")]
-    out = torch.empty_like(call["v"])
-    with torch.autograd.forward_ad.dual_level():
-        order[2] = torch.autograd.forward_ad.make_dual(order[2], order[2])
-        with pytest.raises(NotImplementedError, match=r"^fwd: expected inputs without tangents"):
-            flashkda.fwd(*order, 0.3, out, call["A_log"], call["dt_bias"], -5.0)
+    want = flashkda.chunk_kda(**call)[0]
+    doubled = torch.vmap(lambda x: x * flashkda.chunk_kda(**call)[0])(torch.tensor([1.0, 2.0]))
+    assert torch.equal(doubled[1], 2 * want)
+    assert torch.equal(_dual(lambda x: x * flashkda.chunk_kda(**call)[0], torch.tensor(1.0)), want)
 
 
 def test_double_backward_is_refused() -> None:

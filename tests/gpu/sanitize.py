@@ -78,6 +78,13 @@ def serving() -> None:
         served(f"decode {layout} first, bfloat16", decode, half, **pool)
         served(f"decode {layout} first, bfloat16, parked", decode, half.but(T=9), **pool)
         served(f"decode {layout} first, early", decode, half, state_is_ready=True, **pool)
+    # Enough heads for both tiles of each in one CTA; most of them padding.
+    many = torch.full((330,), -1)
+    many[[0, 5, 329]] = torch.tensor([5, 2, 7])
+    for length in (3, 9):
+        case = BF16.but(B=330, T=length, state_dtype=torch.bfloat16, state_v_first=True)
+        name = f"decode V first, bfloat16, {length} tokens of many heads"
+        served(name, decode, case, ssm_state_indices=many, pad_slot_id=-1)
     served("speculative", decode, three.but(T=2), ssm_state_indices=table, pad_slot_id=-1)
     served("pool", flashkda.chunk_kda, packed, **pool)
     served("pool to other slots", flashkda.chunk_kda, packed, **elsewhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import oracle
@@ -75,6 +76,54 @@ def test_bfloat16_state(length: int, v_first: bool) -> None:
     o, state = decode(call)
     assert state.dtype == torch.bfloat16
     check_pair((o, state), want(call), BF16_STATE)
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 17])
+@pytest.mark.parametrize("kind", ["dense", "in place", "pool", "per token"])
+def test_many_heads_are_few_heads(kind: str, length: int) -> None:
+    """One CTA takes both tiles of a bf16 head where there are many: the same bits as a CTA each."""
+    sequences, columns = 330, 1 if kind != "per token" else length
+    case = CASE.but(
+        T=length, B=sequences, H=1, HV=2, state_dtype=torch.bfloat16, state_v_first=True,
+        state=kind in ("dense", "in place"),
+    )  # fmt: skip
+    call = case.make(DEVICE)
+
+    def decoded(lo: int, hi: int) -> tuple[Tensor, ...]:
+        part = tokens(call, 0, length)
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            if name in part:
+                part[name] = call[name][lo:hi].clone()
+        if kind == "in place":
+            part["inplace_final_state"] = True
+        if kind in ("pool", "per token"):
+            generator = torch.Generator(DEVICE).manual_seed(5)
+            shape = (sequences * columns, 2, 128, 128)
+            pool = torch.randn(shape, device=DEVICE, generator=generator).bfloat16()
+            slots = torch.arange(sequences * columns, device=DEVICE).view(sequences, columns)
+            part["ssm_state_indices"] = slots[lo:hi] if columns > 1 else slots[lo:hi, 0]
+            o, _ = decode(part, initial_state=pool)
+            return o, pool[lo * columns : hi * columns]
+        return decode(part)
+
+    cuts = [0, 100, 200, 300, sequences]
+    parts = [decoded(lo, hi) for lo, hi in pairwise(cuts)]
+    assert same(decoded(0, sequences), [torch.cat(x) for x in zip(*parts, strict=True)])
+
+
+def test_many_packed_heads_are_few_heads() -> None:
+    """Sequences without tokens, and more than are staged at a time, beside padding."""
+    lengths = tuple((5 * n) % 19 for n in range(170))
+    case = CASE.but(lengths=lengths, H=2, tail=7, state_dtype=torch.bfloat16, state_v_first=True)
+    call = case.make(DEVICE)
+    o, state = decode(call)
+    bounds = call["cu_seqlens"].tolist()
+    for n in range(0, 170, 10):
+        part = tokens(call, bounds[n], bounds[n + 10])
+        part["cu_seqlens"] = call["cu_seqlens"][n : n + 11] - bounds[n]
+        part["initial_state"] = call["initial_state"][n : n + 10]
+        assert same(decode(part), (o[:, bounds[n] : bounds[n + 10]], state[n : n + 10]))
+    assert bool((o[:, bounds[-1] :] == 0).all())
 
 
 def test_rows_of_a_packed_projection() -> None:
